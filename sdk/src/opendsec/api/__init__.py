@@ -1,0 +1,1 @@
+"""Wire types, ids and error codes shared by SDK and server."""

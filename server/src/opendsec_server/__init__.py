@@ -1,0 +1,1 @@
+"""Control plane and node agent of OpenDSec."""

@@ -1,0 +1,1 @@
+"""HTTP front door: routes, IAM, watcher, routing to edges by sandbox id."""

@@ -1,0 +1,1 @@
+"""What starts sandboxes: one package per backend behind ``protocol.Backend``."""

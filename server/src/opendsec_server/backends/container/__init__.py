@@ -1,0 +1,1 @@
+"""Containers by an OCI runtime over EROFS layers and overlayfs."""

@@ -1,0 +1,1 @@
+"""Host end of the chronus protocol."""

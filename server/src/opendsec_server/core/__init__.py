@@ -1,0 +1,1 @@
+"""Pure parts: state machine, ids, policies. No I/O, no clock, no randomness of its own."""

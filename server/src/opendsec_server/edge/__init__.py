@@ -1,0 +1,1 @@
+"""Node agent: service, admission, journal, lifecycle, execs, reaper."""

@@ -1,0 +1,1 @@
+"""References, catalog, layers, import, EROFS build, composition."""

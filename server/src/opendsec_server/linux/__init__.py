@@ -1,0 +1,1 @@
+"""Thin typed wrappers of kernel interfaces."""

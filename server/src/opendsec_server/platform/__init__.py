@@ -1,0 +1,1 @@
+"""Config, logging, metrics, clock, database."""

@@ -1,0 +1,1 @@
+"""Where layers are kept."""
