@@ -260,7 +260,11 @@ BY_CODE: dict[str, type[PlatformError]] = {
 
 
 def from_body(body: ErrorBody) -> PlatformError:
-    """Rebuild an error from the wire; an unknown code becomes ``Internal``."""
+    """Rebuild an error from the wire; an unknown code becomes ``Internal``.
+
+    What the sender says of this instance (``retryable``, ``is_infra``) wins over what holds for its class.
+    """
     error = BY_CODE.get(body.code, Internal)(body.message)
     error.detail = dict(body.detail)
+    error.__dict__.update(retryable=body.retryable, is_infra=body.is_infra)
     return error

@@ -335,6 +335,13 @@ class Node(Wire):
     started_at: float = 0.0
 
 
+class Job(Wire):
+    """A job: the sandboxes that carry its name, counted by state (ended ones for the retention time)."""
+
+    id: str
+    by_state: dict[str, int] = {}
+
+
 class JobStopped(Wire):
     """Answer of stopping a job."""
 

@@ -123,10 +123,15 @@ class Config(Section, frozen=True):
         return Path(self.tools_dir) if self.tools_dir else self.data / "tools"
 
 
+#: Keys whose value in the environment is a list, separated by commas.
+_LISTS = frozenset({("apiserver", "listen"), ("apiserver", "edges")})
+
+
 def _merge(base: dict[str, Any], path: list[str], value: str) -> None:
+    listed = tuple(path) in _LISTS
     for part in path[:-1]:
         base = base.setdefault(part, {})
-    base[path[-1]] = value
+    base[path[-1]] = [item for item in value.split(",") if item] if listed else value
 
 
 def load(path: Path | None = None, environ: dict[str, str] | None = None) -> Config:
