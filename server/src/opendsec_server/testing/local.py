@@ -1,0 +1,202 @@
+"""A real ``opendsec serve`` on folders of its own: for functional tests, benchmarks and the demo.
+
+``LocalServer`` starts the supervisor as a child process, waits until it says that it is ready, finds the processes
+under it, and counts at the end what they left on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+import psutil
+
+from opendsec.api.errors import Unavailable
+from opendsec_server import leaks
+from opendsec_server.linux.mounts import mountinfo
+from opendsec_server.platform.config import Config, load
+
+ProgramName = Literal["edge", "apiserver"]
+
+
+class LocalServer:
+    """One node on this machine, in folders of its own.
+
+    Args:
+        data_dir: persistent state; a new temporary folder if absent, removed by ``discard``.
+        settings: further ``OPENDSEC_<SECTION>__<KEY>`` variables.
+    """
+
+    def __init__(self, data_dir: Path | None = None, settings: Mapping[str, str] | None = None) -> None:
+        self._owns_data = data_dir is None
+        self.data_dir = data_dir or Path(tempfile.mkdtemp(prefix="opendsec-data-"))
+        self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Under /run: the path of a Unix socket holds 107 bytes.
+        self.run_dir = Path(tempfile.mkdtemp(prefix="opendsec-", dir="/run"))
+        name = self.run_dir.name
+        self.settings = {
+            "OPENDSEC_DATA_DIR": str(self.data_dir),
+            "OPENDSEC_RUN_DIR": str(self.run_dir),
+            "OPENDSEC_CGROUP_PARENT": name,
+            **(settings or {}),
+        }
+        self.log = self.data_dir / "serve.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.discard()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self.discard()
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the server runs with."""
+        return load(environ=self.settings)
+
+    @property
+    def url(self) -> str:
+        """Address for clients."""
+        return f"unix://{self.run_dir}/api.sock"
+
+    @property
+    def api_key(self) -> str:
+        """Key of the administrator."""
+        return (self.data_dir / "admin.key").read_text().strip()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Environment for the command line of this server."""
+        base = {name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")}
+        return {**base, **self.settings}
+
+    def start(self, seconds: float = 60.0) -> None:
+        """Start the server and return when edge and apiserver answer.
+
+        Raises:
+            Unavailable: it did not become ready; the text has the end of its log.
+        """
+        reader, writer = os.pipe()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "opendsec.cli.main", "serve", "--ready-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                env=self.environ,
+                start_new_session=True,
+            )
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            ready, _, _ = select.select([pipe], [], [], seconds)
+            line = pipe.readline() if ready else b""
+        if not line:
+            self.kill()
+            raise Unavailable(f"opendsec serve did not become ready:\n{self.log_tail()}")
+        json.loads(line)
+
+    def stop(self, seconds: float = 60.0) -> None:
+        """Stop every sandbox of this node and then the server politely."""
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        self._process = None
+
+    def kill(self) -> None:
+        """Kill the supervisor; the kernel then kills edge and apiserver."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def discard(self) -> None:
+        """Remove the folders (data only if they were made here); the server must have ended."""
+        self.kill()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self._owns_data:
+            shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    def program(self, name: ProgramName) -> int:
+        """Return the process id of a program.
+
+        Raises:
+            ProcessLookupError: it does not run at this moment.
+        """
+        module = f"opendsec_server.{name}.main"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.supervisor).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.status() != psutil.STATUS_ZOMBIE and module in child.cmdline():
+                        return int(child.pid)
+        raise ProcessLookupError(f"no {name} runs")
+
+    @property
+    def supervisor(self) -> int:
+        """Process id of ``opendsec serve``."""
+        if self._process is None:
+            raise ProcessLookupError("the server does not run")
+        return self._process.pid
+
+    async def wait_program(self, name: ProgramName, seconds: float = 60.0) -> int:
+        """Return the process id of a program, waiting while the supervisor restarts it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(ProcessLookupError):
+                return self.program(name)
+            if time.monotonic() > deadline:
+                raise ProcessLookupError(f"no {name} runs:\n{self.log_tail()}")
+            await asyncio.sleep(0.02)
+
+    def leaks(self) -> dict[str, list[str]]:
+        """Return what this node has left on the host without an owner, by kind; empty if nothing."""
+        report = leaks.report(self.config)
+        kinds = (name for name in report.__struct_fields__ if name != "items")
+        return {kind: report.items.get(kind, ["?"]) for kind in kinds if getattr(report, kind)}
+
+    def subvolumes(self) -> list[str]:
+        """Return the btrfs subvolumes of this node's scratch file system, by path."""
+        for mounted in mountinfo(self.program("edge")):
+            if mounted.fstype == "btrfs" and mounted.target.startswith(f"{self.data_dir}/"):
+                listing = subprocess.run(
+                    ["btrfs", "subvolume", "list", mounted.target], capture_output=True, text=True, check=True
+                )
+                return [line.split(" path ", 1)[1] for line in listing.stdout.splitlines()]
+        return []
+
+    def log_tail(self, lines: int = 40) -> str:
+        """Return the end of the server's log."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def record(self) -> str:
+        """Return the configuration as JSON, for reports."""
+        return msgspec.json.encode(self.config).decode()
