@@ -1,9 +1,9 @@
 """``opendsec serve``: one edge and one apiserver on this machine, as two ordinary processes joined by a Unix socket.
 
 The supervisor holds the data folder (a second one is refused), starts both, restarts one that dies (at once if it had
-answered ``/healthz``, with a growing pause while it keeps dying before it does), passes on SIGTERM and SIGINT and waits.
-Killed with SIGKILL it takes both with it (parent-death signal); sandboxes live on and are adopted by the next start. It
-talks to its children by signals and ``/healthz`` only, and imports nothing of them.
+answered ``/healthz``, with a growing pause while it keeps dying before it does), passes on SIGTERM and SIGINT, and
+waits. Killed with SIGKILL it takes both with it (parent-death signal); sandboxes live on and are adopted by the next
+start. It talks to its children by signals and ``/healthz`` only, and imports nothing of them.
 """
 
 from __future__ import annotations

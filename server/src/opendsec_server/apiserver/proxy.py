@@ -279,15 +279,22 @@ async def _pump_up(receive: Receive, upstream: aiohttp.ClientWebSocketResponse) 
             await upstream.send_bytes(message["bytes"])
 
 
+def error_headers(error: PlatformError) -> dict[str, str]:
+    """Return the headers that go with an error."""
+    headers: dict[str, str] = {}
+    if "retry_after" in error.detail:
+        headers["retry-after"] = str(max(1, round(float(error.detail["retry_after"]))))
+    if error.http_status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
 async def send_error(send: Send, error: PlatformError, *, websocket: bool = False) -> int:
     """Answer with an error and return its status."""
     body = msgspec.json.encode(error.body())
     kind = "websocket.http.response" if websocket else "http.response"
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if "retry_after" in error.detail:
-        headers.append((b"retry-after", str(max(1, round(float(error.detail["retry_after"])))).encode()))
-    if error.http_status == HTTPStatus.UNAUTHORIZED:
-        headers.append((b"www-authenticate", b"Bearer"))
+    headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     await send({"type": f"{kind}.start", "status": error.http_status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
     return error.http_status

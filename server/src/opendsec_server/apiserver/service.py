@@ -42,6 +42,14 @@ class _Brief(msgspec.Struct):
     state: State
 
 
+class _Turn:
+    """Creates with the same request id, one after the other."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.users = 0
+
+
 class ApiService:
     """Operations on sandboxes, jobs and nodes across edges.
 
@@ -56,7 +64,7 @@ class ApiService:
         self.engine = engine
         self._monotonic = monotonic
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(CREATES_PER_EDGE))
-        self._creating: dict[str, asyncio.Lock] = {}
+        self._turns: dict[str, _Turn] = {}
 
     # -- create ----------------------------------------------------------------------------------------------------
 
@@ -121,13 +129,15 @@ class ApiService:
 
     @contextlib.asynccontextmanager
     async def _one_at_a_time(self, request_id: str) -> AsyncIterator[None]:
-        lock = self._creating.setdefault(request_id, asyncio.Lock())
+        turn = self._turns.setdefault(request_id, _Turn())
+        turn.users += 1
         try:
-            async with lock:
+            async with turn.lock:
                 yield
         finally:
-            if not lock.locked():
-                self._creating.pop(request_id, None)
+            turn.users -= 1
+            if not turn.users:
+                del self._turns[request_id]
 
     async def _find(self, request_id: str) -> bytes | None:
         """Return the sandbox of a request id as JSON.

@@ -182,10 +182,12 @@ class Connection(asyncio.Protocol):
         try:
             return await waiter
         except BaseException:
-            self.abort()
+            if self._waiter is waiter:  # no answer has begun
+                self._waiter = None
+                self.abort()
+            elif not waiter.cancelled() and waiter.exception() is None:  # cancelled with an answer in hand
+                waiter.result().close()
             raise
-        finally:
-            self._waiter = None
 
     async def next_chunk(self) -> bytes | None:
         """Return the next piece of a streamed body, None at its end."""
@@ -315,9 +317,7 @@ class Connection(asyncio.Protocol):
         self._mode, self._data, self._in_trailer = "stream", b"", False
         if chunked:
             self._expect = 0
-        answer = Answer(status, headers, None, self)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(answer)
+        self._resolve(Answer(status, headers, None, self))
         if rest:
             self._on_stream(rest)
 
@@ -327,11 +327,15 @@ class Connection(asyncio.Protocol):
             return
         if missing < 0:
             raise ValueError("more body than announced")
-        waiter, body = self._waiter, self._data
+        answer = Answer(self._status, self._headers, self._data, self)
         self._data = b""
         self._ended = True
-        answer = Answer(self._status, self._headers, body, self)
+        self._resolve(answer)
         self.finish()
+
+    def _resolve(self, answer: Answer) -> None:
+        """Hand the answer over; from here on the connection may already carry the next exchange."""
+        waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(answer)
 

@@ -1,0 +1,64 @@
+"""The OpenAPI document of the apiserver: its own handlers, and of the edge's document everything it forwards.
+
+apiserver and edge meet in ``openapi/edge.json``, which is generated from the edge, checked in, and shipped with the
+package.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from litestar import Litestar
+from litestar.openapi import OpenAPIConfig
+
+from opendsec_server.apiserver.http import DOCUMENTED
+
+_PACKAGED = Path(__file__).with_name("edge.json")
+_CHECKOUT = Path(__file__).parents[4] / "openapi" / "edge.json"
+_FORWARDED = re.compile(r"/v1/(sandboxes/\{|images)")
+_METHODS = ("get", "put", "post", "delete", "options", "head", "patch", "trace")
+
+
+def document(edge: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the document.
+
+    Args:
+        edge: the edge's document; the shipped one if absent.
+    """
+    edge = _shipped() if edge is None else edge
+    config = OpenAPIConfig(title="OpenDSec", version="v1")
+    own: dict[str, Any] = Litestar(route_handlers=list(DOCUMENTED), openapi_config=config).openapi_schema.to_schema()
+    paths: dict[str, Any] = dict(own.get("paths", {}))
+    for path, item in edge.get("paths", {}).items():
+        if _FORWARDED.match(path):
+            paths.setdefault(path, item)
+    schemas = {**edge.get("components", {}).get("schemas", {}), **own.get("components", {}).get("schemas", {})}
+    for path, item in paths.items():
+        if path == "/healthz":
+            for method in _METHODS:
+                if method in item:
+                    item[method]["security"] = []
+    own["paths"] = dict(sorted(paths.items()))
+    own["components"] = {
+        "schemas": dict(sorted(schemas.items())),
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "bearerFormat": "ods_…"}},
+    }
+    own["security"] = [{"key": []}]
+    own["servers"] = [{"url": "/"}]
+    return own
+
+
+def render(value: dict[str, Any]) -> bytes:
+    """Return a document as it is checked in: indented JSON with sorted keys and a final newline."""
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
+
+
+def _shipped() -> dict[str, Any]:
+    for path in (_PACKAGED, _CHECKOUT):
+        if path.exists():
+            loaded: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+            return loaded
+    return {}
