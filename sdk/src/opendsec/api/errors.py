@@ -12,6 +12,8 @@
     │   ├── ExecTimeout (also a TimeoutError) · OutputLimit · OutOfMemory · DiskFull
     ├── SandboxLost           the sandbox cannot answer any more
     │   ├── SandboxGone · NodeLost · Preempted
+    ├── OutcomeUnknown        the connection broke in the middle: it may or may not have happened
+    │   └── WaitTimeout (also a TimeoutError)
     └── InternalFault         a defect of the platform
         └── Internal
 
@@ -222,6 +224,21 @@ class Preempted(SandboxLost):
     is_infra = True
 
 
+class OutcomeUnknown(PlatformError):
+    """The connection broke in the middle, or an answer was lost: it may or may not have happened."""
+
+    code = "outcome_unknown"
+    http_status = 502
+    is_infra = True
+
+
+class WaitTimeout(OutcomeUnknown, TimeoutError):
+    """The caller's own waiting time ran out; what it waited for may still happen."""
+
+    code = "wait_timeout"
+    http_status = 504
+
+
 class InternalFault(PlatformError):
     """A defect of the platform."""
 
@@ -254,6 +271,8 @@ BY_CODE: dict[str, type[PlatformError]] = {
         SandboxGone,
         NodeLost,
         Preempted,
+        OutcomeUnknown,
+        WaitTimeout,
         Internal,
     )
 }

@@ -1,0 +1,3 @@
+"""Version of the SDK."""
+
+__version__ = "0.1.0"
