@@ -1,0 +1,295 @@
+"""What a sandbox's execs did, as an append-only file that survives SIGKILL at any line.
+
+One file per sandbox, ``execs.log``: records of ``u32 length, msgpack``. A record that was cut off by a crash is the
+last one and is dropped; what it would have said is asked from chronus again. Output of up to ``INLINE`` bytes a stream
+lives in the log itself, more moves to a ``Spool`` file. Records:
+
+* ``start``: intent, before chronus is told. If chronus never heard of it, it never happened and is forgotten.
+* ``output``: bytes of a stream at an offset.
+* ``exit``: how the main process ended (and what the edge adds: oom, lost). ``closed``: both streams are at their end.
+* ``drop``: forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opendsec_server.channel.interface import ExecExit, ExecSpec
+from opendsec_server.edge.spool import Spool
+
+#: Bytes of a stream that are kept in the log before it gets a file of its own.
+INLINE = 64 * 1024
+#: A log is rewritten when this many bytes of it are of forgotten execs, and more than half.
+GARBAGE = 4 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Start(msgspec.Struct, tag="s", kw_only=True, omit_defaults=True):
+    """Intent to run a command."""
+
+    spec: ExecSpec
+    at: float
+    #: Bytes for standard input that the edge has to deliver.
+    feeds: bool = False
+    oom_kills: int = 0
+
+
+class Output(msgspec.Struct, tag="o", array_like=True):
+    """Bytes of stream 1 or 2 at an offset."""
+
+    id: str
+    stream: int
+    offset: int
+    data: bytes
+
+
+class Exit(msgspec.Struct, tag="x", kw_only=True, omit_defaults=True):
+    """The main process ended, or its outcome is lost."""
+
+    id: str
+    at: float
+    exit: ExecExit | None = None
+    oom: bool = False
+
+
+class Closed(msgspec.Struct, tag="c", array_like=True):
+    """Both streams are at their end."""
+
+    id: str
+
+
+class Fed(msgspec.Struct, tag="f", array_like=True):
+    """Standard input was delivered whole."""
+
+    id: str
+
+
+class Drop(msgspec.Struct, tag="d", array_like=True):
+    """Forget an exec."""
+
+    id: str
+
+
+class _Maps:
+    """Decoder of records: array-like and map-like structs cannot share one union, so the tag is looked at first."""
+
+    _types: dict[str, Any] = {"s": Start, "o": Output, "x": Exit, "c": Closed, "f": Fed, "d": Drop}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._decoders = {tag: msgspec.msgpack.Decoder(kind) for tag, kind in self._types.items()}
+
+    def decode(self, raw: bytes) -> Any:
+        """Return the record."""
+        return self._decoders[chr(raw[0])].decode(raw[1:])
+
+
+_decoder = _Maps()
+
+
+def pack(record: Any) -> bytes:
+    """Return a record as it stands in the file."""
+    tag: str = record.__struct_config__.tag
+    body = tag.encode() + _encode(record)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Stream:
+    """What one stream produced: pieces in the log, or a spool file."""
+
+    __slots__ = ("pieces", "spool", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        #: Offset, position in the log and length of each piece.
+        self.pieces: list[tuple[int, int, int]] | tuple[()] = ()
+        self.spool: Spool | None = None
+
+
+class ExecLog:
+    """The log of one sandbox."""
+
+    __slots__ = ("_fd", "_folder", "_garbage", "_head", "_limit", "_size")
+
+    def __init__(self, folder: Path, *, limit: int, head: int) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._head = head
+        self._fd = -1
+        self._size = 0
+        self._garbage = 0
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / "execs.log"
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._size = os.fstat(self._fd).st_size
+        return self._fd
+
+    def close(self) -> None:
+        """Close the file; it stays and opens again when needed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def append(self, record: Any) -> int:
+        """Write a record and return its position in the file."""
+        return self.append_raw(pack(record))
+
+    def records(self) -> Iterator[tuple[int, Any]]:
+        """Read all whole records with their positions; a torn last one is cut off."""
+        if not self._path.exists():
+            return
+        fd = self._open()
+        raw = os.pread(fd, self._size, 0)
+        at = 0
+        while at + 4 <= len(raw):
+            (length,) = _LENGTH.unpack_from(raw, at)
+            if at + 4 + length > len(raw) or length == 0:
+                break
+            yield at, _decoder.decode(raw[at + 4 : at + 4 + length])
+            at += 4 + length
+        if at < self._size:
+            os.ftruncate(fd, at)
+            self._size = at
+
+    def spool_path(self, exec_id: str, stream: int) -> Path:
+        """Return the name of a stream's own file."""
+        return self._folder / f"{exec_id}.{stream}.spool"
+
+    def open_spool(self, exec_id: str, stream: int) -> Spool:
+        """Open or make a stream's own file."""
+        return Spool(self.spool_path(exec_id, stream), limit=self._limit, head=self._head)
+
+    def output(self, exec_id: str, number: int, stream: Stream, offset: int, data: bytes) -> None:
+        """Keep output of a stream; bytes that are known already are passed over.
+
+        Raises:
+            ValueError: there is a gap before ``offset``.
+            OSError: the disk is full.
+        """
+        if offset > stream.total:
+            raise ValueError(f"output at {offset} follows a gap after {stream.total}")
+        if offset < stream.total:
+            data = data[stream.total - offset :]
+            if not data:
+                return
+        if stream.spool is None and stream.total + len(data) > INLINE:
+            spool = self.open_spool(exec_id, number)
+            for start, position, length in stream.pieces:
+                spool.write(start, self._read(position, length))
+                self._garbage += length
+            stream.spool, stream.pieces = spool, ()
+        if stream.spool is not None:
+            stream.spool.write(stream.total, data)
+        else:
+            raw = pack(Output(exec_id, number, stream.total, data))
+            at = self.append_raw(raw)
+            piece = (stream.total, at + len(raw) - len(data), len(data))
+            stream.pieces = [*stream.pieces, piece]
+        stream.total += len(data)
+
+    def append_raw(self, raw: bytes) -> int:
+        """Write bytes that ``pack`` made and return their position."""
+        fd = self._open()
+        at = self._size
+        if os.write(fd, raw) != len(raw):
+            os.ftruncate(fd, at)
+            raise OSError(28, "no space left for the exec log")
+        self._size += len(raw)
+        return at
+
+    def _read(self, position: int, length: int) -> bytes:
+        return os.pread(self._open(), length, position)
+
+    def adopt_output(self, stream: Stream, at: int, record: Output) -> None:
+        """Take a piece that was read back from the log."""
+        if stream.spool is None and record.offset == stream.total:
+            size = len(pack(record))
+            piece = (record.offset, at + size - len(record.data), len(record.data))
+            stream.pieces = [*stream.pieces, piece]
+            stream.total += len(record.data)
+
+    def adopt_spools(self, exec_id: str, streams: tuple[Stream, Stream]) -> None:
+        """Open the spool files that exist; they know more than the log."""
+        for number, stream in enumerate(streams, 1):
+            if self.spool_path(exec_id, number).exists():
+                spool = self.open_spool(exec_id, number)
+                if spool.total >= stream.total:
+                    stream.spool, stream.pieces, stream.total = spool, (), spool.total
+                else:
+                    # Killed while the pieces were being moved: the log still has all of them.
+                    spool.close()
+                    spool.path.unlink()
+
+    def read(self, stream: Stream, offset: int, length: int) -> tuple[int, bytes]:
+        """Return the first kept offset at or after ``offset``, and up to ``length`` bytes from there."""
+        if stream.spool is not None:
+            return stream.spool.read(offset, length)
+        for start, position, size in stream.pieces:
+            if start <= offset < start + size:
+                skip = offset - start
+                return offset, self._read(position + skip, min(size - skip, length))
+        return offset, b""
+
+    def kept(self, stream: Stream) -> tuple[bytes, bool]:
+        """Return all that is kept of a stream, a mark where it was cut, and whether it was cut."""
+        parts: list[bytes] = []
+        offset, cut = 0, False
+        while offset < stream.total:
+            start, data = self.read(stream, offset, stream.total - offset)
+            if start > offset:
+                cut = True
+                parts.append(b"\n[\xe2\x80\xa6 %d bytes cut \xe2\x80\xa6]\n" % (start - offset))
+            if not data:
+                break
+            parts.append(data)
+            offset = start + len(data)
+        return b"".join(parts), cut
+
+    def drop(self, exec_id: str, streams: tuple[Stream, Stream]) -> None:
+        """Forget an exec and remove its files."""
+        self.append(Drop(exec_id))
+        for number, stream in enumerate(streams, 1):
+            if stream.spool is not None:
+                stream.spool.close()
+                stream.spool = None
+            self.spool_path(exec_id, number).unlink(missing_ok=True)
+            self._garbage += sum(size for _, _, size in stream.pieces)
+        self._garbage += 512
+
+    @property
+    def wants_rewrite(self) -> bool:
+        """Whether forgotten execs fill most of the file."""
+        return self._garbage > GARBAGE and self._garbage * 2 > self._size
+
+    def rewrite(self, keep: set[str]) -> list[tuple[int, Any]]:
+        """Write the log anew with the records of ``keep`` only, and return them with their new positions."""
+        records: list[tuple[int, Any]] = []
+        temporary = self._folder / "execs.log.new"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        size = 0
+        for _, record in self.records():
+            exec_id = record.spec.id if isinstance(record, Start) else record.id
+            if exec_id in keep and not isinstance(record, Drop):
+                raw = pack(record)
+                if os.write(fd, raw) != len(raw):
+                    os.close(fd)
+                    temporary.unlink()
+                    raise OSError(28, "no space left for the exec log")
+                records.append((size, record))
+                size += len(raw)
+        temporary.rename(self._path)
+        self.close()
+        self._fd, self._size, self._garbage = fd, size, 0
+        return records

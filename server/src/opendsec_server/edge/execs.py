@@ -1,0 +1,438 @@
+"""The commands of one sandbox: started once, never lost, never invented.
+
+::
+
+    intent in the log ──► starting ──chronus answers──► running ──main process ends──► exited (─► streams at end)
+                             │                             │
+                             └─chronus never heard of it   └─sandbox ended first ──► lost (outcome unknown, is_infra)
+                               after a crash: forgotten
+
+Output is written to the log before chronus may forget it (the channel acknowledges when ``Exec.output`` returns).
+A broken connection changes nothing here: ``resume`` attaches again at the offsets that are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal as signals
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from opendsec.api import models
+from opendsec.api.errors import Conflict, NotFound, PlatformError, Unavailable
+from opendsec_server.channel.interface import Channel, ExecExit, ExecSpec
+from opendsec_server.edge.execlog import Closed, Drop, ExecLog, Exit, Fed, Output, Start, Stream
+
+_log = structlog.get_logger(__name__)
+STREAMS = ("stdout", "stderr")
+#: Largest piece of output in one answer line.
+CHUNK = 256 * 1024
+
+
+class Exec:
+    """One command; the sink that its channel writes to."""
+
+    __slots__ = (
+        "at_end",
+        "channel",
+        "ended_at",
+        "exit",
+        "launching",
+        "lost_outcome",
+        "oom",
+        "start",
+        "state",
+        "streams",
+        "table",
+        "waiters",
+    )
+
+    def __init__(self, table: ExecTable, start: Start) -> None:
+        self.table = table
+        self.start = start
+        self.state: str = "starting"
+        self.streams = (Stream(), Stream())
+        self.exit: ExecExit | None = None
+        self.ended_at: float | None = None
+        self.oom = False
+        #: Both streams are at their end: nothing more comes.
+        self.at_end = False
+        #: The sandbox ended first, or what happened cannot be known.
+        self.lost_outcome = False
+        #: A request of this process is telling chronus; on a new connection it does so again by itself.
+        self.launching = False
+        self.channel: Channel | None = None
+        #: Woken at every change.
+        self.waiters: list[asyncio.Future[None]] | None = None
+
+    # -- the sink --
+
+    def started(self, pid: int) -> None:  # noqa: ARG002 - part of the sink
+        """The main process runs."""
+        if self.state == "starting":
+            self.state = "running"
+
+    def output(self, stream: int, offset: int, data: bytes) -> None:
+        """Keep output."""
+        self.table.log.output(self.start.spec.id, stream, self.streams[stream - 1], offset, data)
+        self.wake()
+
+    def exited(self, exit_: ExecExit) -> None:
+        """The main process ended."""
+        if self.exit is None and not self.lost_outcome:
+            self.table.ended(self, exit_)
+        if self.channel is not None:
+            self.channel.exec_forget(self.start.spec.id)
+
+    def closed(self) -> None:
+        """Both streams are at their end."""
+        self.channel = None
+        self.table.at_end(self)
+
+    def lost(self) -> None:
+        """The connection broke; the table attaches again."""
+
+    # -- waiting --
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the outcome is settled."""
+        return self.exit is not None or self.lost_outcome
+
+    def wake(self) -> None:
+        """Wake everybody who waits for a change."""
+        waiters, self.waiters = self.waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_change(self) -> None:
+        """Return at the next change."""
+        waiter = asyncio.get_running_loop().create_future()
+        if self.waiters is None:
+            self.waiters = []
+        self.waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if self.waiters is not None and waiter in self.waiters:
+                self.waiters.remove(waiter)
+
+    async def wait_over(self, seconds: float) -> bool:
+        """Wait for the end at most this long, and tell whether it came."""
+        if self.is_over:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.is_over:
+                    await self.wait_change()
+        except TimeoutError:
+            return False
+        return True
+
+
+class ExecTable:
+    """All execs of one sandbox that are remembered."""
+
+    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "log", "running", "sandbox_id")
+
+    def __init__(
+        self, sandbox_id: str, folder: Path, *, limit: int, head: int, kept: int, oom_kills: Callable[[str], int]
+    ) -> None:
+        self.sandbox_id = sandbox_id
+        self.log = ExecLog(folder, limit=limit, head=head)
+        self.execs: dict[str, Exec] = {}
+        self.running = 0
+        self._kept = kept
+        self._oom_kills = oom_kills
+        self._feeding: set[asyncio.Task[None]] | None = None
+
+    # -- what happens to one exec --
+
+    def ended(self, exec_: Exec, exit_: ExecExit) -> None:
+        """Store how the main process ended, then let chronus forget it."""
+        killed = self._oom_kills(self.sandbox_id) > exec_.start.oom_kills
+        by_kill = exit_.signal == signals.SIGKILL or exit_.exit_code == 128 + signals.SIGKILL
+        exec_.oom = killed and not exit_.timed_out and (by_kill or (self.running == 1 and exit_.exit_code != 0))
+        exec_.exit = exit_
+        exec_.ended_at = time.time()
+        exec_.state = "exited"
+        self.running -= 1
+        self.log.append(Exit(id=exec_.start.spec.id, at=exec_.ended_at, exit=exit_, oom=exec_.oom))
+        exec_.wake()
+
+    def at_end(self, exec_: Exec) -> None:
+        """Both streams are at their end."""
+        if not exec_.at_end:
+            exec_.at_end = True
+            self.log.append(Closed(exec_.start.spec.id))
+            exec_.wake()
+
+    def lose(self, exec_: Exec) -> None:
+        """Settle that the outcome cannot be known."""
+        if exec_.is_over:
+            return
+        exec_.lost_outcome = True
+        exec_.state = "lost"
+        exec_.ended_at = time.time()
+        self.running -= 1
+        # A full disk must not keep a sandbox from ending; the memory knows.
+        with contextlib.suppress(OSError):
+            self.log.append(Exit(id=exec_.start.spec.id, at=exec_.ended_at))
+        exec_.wake()
+
+    def lose_all(self) -> None:
+        """The sandbox ended: what ran has an unknown outcome."""
+        for exec_ in self.execs.values():
+            self.lose(exec_)
+        for task in self._feeding or ():
+            task.cancel()
+
+    # -- starting and resuming --
+
+    def add(self, spec: ExecSpec, *, feeds: bool) -> Exec:
+        """Write the intent to run a command."""
+        self._make_room()
+        start = Start(spec=spec, at=time.time(), feeds=feeds, oom_kills=self._oom_kills(self.sandbox_id))
+        self.log.append(start)
+        exec_ = self.execs[spec.id] = Exec(self, start)
+        self.running += 1
+        return exec_
+
+    async def launch(self, exec_: Exec, channel: Channel) -> None:
+        """Tell chronus to run it; if chronus has it already, this attaches."""
+        exec_.channel = channel
+        await channel.exec_start(exec_.start.spec, exec_)
+
+    def abandon(self, exec_: Exec) -> None:
+        """Forget an exec that certainly never started."""
+        self.running -= not exec_.is_over
+        exec_.lost_outcome = True
+        self.execs.pop(exec_.start.spec.id, None)
+        with contextlib.suppress(OSError):
+            self.log.drop(exec_.start.spec.id, exec_.streams)
+        exec_.wake()
+
+    async def resume(self, channel: Channel) -> None:
+        """Attach to everything that is not at its end on a new connection."""
+        for exec_ in [one for one in self.execs.values() if not one.at_end and not one.lost_outcome]:
+            if exec_.launching:
+                continue
+            exec_.channel = channel
+            out, err = exec_.streams
+            known = await channel.exec_attach(exec_.start.spec.id, (out.total, err.total), exec_)
+            if known:
+                if exec_.state == "starting":
+                    exec_.state = "running"
+                if exec_.exit is not None:
+                    channel.exec_forget(exec_.start.spec.id)
+                elif exec_.start.feeds:
+                    # The edge died while it delivered standard input: how much arrived is unknown.
+                    await channel.exec_stop(exec_.start.spec.id, 0)
+                    self.lose(exec_)
+            elif exec_.exit is not None:
+                self.at_end(exec_)
+            elif exec_.state == "starting":
+                self.abandon(exec_)
+            else:
+                self.lose(exec_)
+
+    def feed(self, exec_: Exec, data: bytes, channel: Channel) -> None:
+        """Deliver standard input and its end, beside everything else."""
+        if self._feeding is None:
+            self._feeding = set()
+        task = asyncio.create_task(self._feed(exec_, data, channel))
+        self._feeding.add(task)
+        task.add_done_callback(self._feeding.discard)
+
+    async def _feed(self, exec_: Exec, data: bytes, channel: Channel) -> None:
+        exec_id = exec_.start.spec.id
+        try:
+            if data:
+                await channel.exec_stdin(exec_id, data)
+            await channel.exec_stdin_close(exec_id)
+        except NotFound:
+            # It ended without reading all of it.
+            pass
+        except PlatformError:
+            # How much arrived is unknown: letting it run on would give a wrong result.
+            with contextlib.suppress(PlatformError):
+                await channel.exec_stop(exec_id, 0)
+            self.lose(exec_)
+            return
+        exec_.start.feeds = False
+        with contextlib.suppress(OSError):
+            self.log.append(Fed(exec_id))
+
+    # -- asking --
+
+    def get(self, exec_id: str) -> Exec:
+        """Return an exec.
+
+        Raises:
+            NotFound: it never was, or is forgotten.
+        """
+        exec_ = self.execs.get(exec_id)
+        if exec_ is None:
+            raise NotFound(f"sandbox {self.sandbox_id} knows no exec {exec_id[:100]!r}")
+        return exec_
+
+    def describe(self, exec_: Exec) -> models.Exec:
+        """Return what is known of an exec."""
+        return models.Exec(**self._facts(exec_))
+
+    def result(self, exec_: Exec) -> models.ExecResult:
+        """Return what is known of an exec with its output."""
+        out, err = exec_.streams
+        stdout, cut_out = self.log.kept(out) if out.total else (b"", False)
+        stderr, cut_err = self.log.kept(err) if err.total else (b"", False)
+        return models.ExecResult(**self._facts(exec_), stdout=stdout, stderr=stderr, truncated=cut_out or cut_err)
+
+    def _facts(self, exec_: Exec) -> dict[str, Any]:
+        spec, exit_ = exec_.start.spec, exec_.exit
+        facts: dict[str, Any] = {
+            "id": spec.id,
+            "sandbox_id": self.sandbox_id,
+            "state": exec_.state,
+            "argv": [arg.decode("utf-8", "replace") for arg in spec.argv],
+            "started_at": exec_.start.at,
+            "ended_at": exec_.ended_at,
+            "stdout_bytes": exec_.streams[0].total,
+            "stderr_bytes": exec_.streams[1].total,
+            "is_infra": exec_.lost_outcome,
+        }
+        if exit_ is not None:
+            facts |= {
+                "exit_code": exit_.exit_code,
+                "signal": signal_name(exit_.signal),
+                "timed_out": exit_.timed_out,
+                "oom_killed": exec_.oom,
+                "duration": exit_.duration_ms / 1000,
+                "cpu_seconds": exit_.cpu_ms / 1000,
+                "peak_memory_bytes": exit_.peak_memory_bytes,
+            }
+        return facts
+
+    async def follow(self, exec_: Exec, offsets: tuple[int, int], *, follow: bool) -> AsyncIterator[models.OutputChunk]:
+        """Yield output from the offsets on; with ``follow`` until the end of the main process and of what it wrote."""
+        at = list(offsets)
+        while True:
+            over = exec_.is_over
+            progressed = False
+            for number, stream in enumerate(exec_.streams):
+                while at[number] < stream.total:
+                    start, data = self.log.read(stream, at[number], CHUNK)
+                    if not data:
+                        break
+                    yield models.OutputChunk(
+                        stream="stdout" if number == 0 else "stderr",
+                        offset=start,
+                        data=data,
+                        lost=start - at[number],
+                    )
+                    at[number] = start + len(data)
+                    progressed = True
+            if progressed:
+                continue
+            if over or not follow:
+                return
+            await exec_.wait_change()
+
+    # -- forgetting and recovering --
+
+    def forget(self, exec_: Exec) -> None:
+        """Forget an ended exec.
+
+        Raises:
+            Conflict: it still runs.
+        """
+        if not exec_.is_over:
+            raise Conflict(f"exec {exec_.start.spec.id} still runs")
+        self.execs.pop(exec_.start.spec.id, None)
+        self.log.drop(exec_.start.spec.id, exec_.streams)
+
+    def _make_room(self) -> None:
+        if len(self.execs) >= self._kept:
+            for exec_ in list(self.execs.values()):
+                if exec_.is_over:
+                    self.forget(exec_)
+                    if len(self.execs) < self._kept:
+                        break
+            else:
+                raise Unavailable(f"{self._kept} commands are running in sandbox {self.sandbox_id}", retry_after=1)
+        if self.log.wants_rewrite:
+            self._adopt(self.log.rewrite(set(self.execs)), fresh=False)
+
+    def recover(self) -> None:
+        """Read back what the log knows (after a restart of the edge)."""
+        self._adopt(list(self.log.records()), fresh=True)
+        for exec_id, exec_ in self.execs.items():
+            self.log.adopt_spools(exec_id, exec_.streams)
+        self.running = sum(not exec_.is_over for exec_ in self.execs.values())
+
+    def _adopt(self, records: list[tuple[int, object]], *, fresh: bool) -> None:
+        if not fresh:
+            for exec_ in self.execs.values():
+                for stream in exec_.streams:
+                    if stream.spool is None:
+                        stream.pieces, stream.total = (), 0
+        for at, record in records:
+            match record:
+                case Start() if fresh:
+                    self.execs[record.spec.id] = Exec(self, record)
+                case Output(id=exec_id) if exec_id in self.execs:
+                    exec_ = self.execs[exec_id]
+                    self.log.adopt_output(exec_.streams[record.stream - 1], at, record)
+                    if fresh:
+                        exec_.state = "running"
+                case Exit(id=exec_id) if fresh and exec_id in self.execs:
+                    exec_ = self.execs[exec_id]
+                    exec_.exit, exec_.oom, exec_.ended_at = record.exit, record.oom, record.at
+                    exec_.lost_outcome = record.exit is None
+                    exec_.state = "exited" if record.exit is not None else "lost"
+                case Closed(id=exec_id) if fresh and exec_id in self.execs:
+                    self.execs[exec_id].at_end = True
+                case Fed(id=exec_id) if fresh and exec_id in self.execs:
+                    self.execs[exec_id].start.feeds = False
+                case Drop(id=exec_id) if fresh:
+                    self.execs.pop(exec_id, None)
+                case _:
+                    pass
+
+    def close(self) -> None:
+        """Close the files; they stay."""
+        self.log.close()
+        for exec_ in self.execs.values():
+            for stream in exec_.streams:
+                if stream.spool is not None:
+                    stream.spool.close()
+
+
+def signal_name(number: int) -> str | None:
+    """Return ``SIGKILL`` for 9; None for 0."""
+    if number <= 0:
+        return None
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def signal_number(name: str) -> int:
+    """Return the number of a signal given as ``TERM``, ``SIGTERM`` or ``15``.
+
+    Raises:
+        NotFound: there is no such signal.
+    """
+    if name.isascii() and name.isdigit() and 0 < int(name) < signals.NSIG:
+        return int(name)
+    text = name.upper()
+    number = getattr(signals, text if text.startswith("SIG") else f"SIG{text}", None)
+    if not isinstance(number, signals.Signals):
+        raise NotFound(f"there is no signal {name[:40]!r}")
+    return int(number)
