@@ -1,0 +1,30 @@
+//! What is fixed for the life of the process.
+
+use std::os::fd::OwnedFd;
+
+/// Command line and what was found at start.
+pub struct Config {
+    /// Directory of the platform's own programs.
+    pub tools: String,
+    /// Accept peers from inside the process namespace (unit tests only).
+    pub any_peer: bool,
+    /// Capabilities that children may have at most.
+    pub child_caps: Option<u64>,
+    /// An empty file for standard input.
+    pub null: OwnedFd,
+    /// `/proc`, held open from before any workload ran.
+    pub proc: Option<OwnedFd>,
+    /// This process has an OOM score that children must not inherit.
+    pub oom_score_set: bool,
+    /// Number of supplementary groups of this process.
+    pub groups: usize,
+    /// Random name of this life of chronus.
+    pub boot_id: String,
+}
+
+impl Config {
+    /// Path of one of the platform's own programs.
+    pub fn tool(&self, name: &str) -> Vec<u8> {
+        format!("{}/{name}", self.tools).into_bytes()
+    }
+}
