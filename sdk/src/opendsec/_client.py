@@ -145,19 +145,19 @@ class DSecClient:
             WaitTimeout: no answer within the timeout (also a ``TimeoutError``).
             PlatformError: refused, or the platform failed.
         """
-        return await create(self._core, args, timeout)
+        return await create(self._core, args, DSecContainerRunArgs, timeout)
 
     async def run_microvm(self, args: DSecMicroVMRunArgs, *, timeout: float = 120.0) -> Sandbox:
         """Create a microVM; else like ``run_container``."""
-        return await create(self._core, args, timeout)
+        return await create(self._core, args, DSecMicroVMRunArgs, timeout)
 
     async def run_fullvm(self, args: DSecFullVMRunArgs, *, timeout: float = 300.0) -> Sandbox:
         """Create a full virtual machine; else like ``run_container``."""
-        return await create(self._core, args, timeout)
+        return await create(self._core, args, DSecFullVMRunArgs, timeout)
 
     async def fncall(self, args: DSecFnCallArgs, *, timeout: float = 120.0) -> Sandbox:
         """Get an FnCall worker; else like ``run_container``."""
-        return await create(self._core, args, timeout)
+        return await create(self._core, args, DSecFnCallArgs, timeout)
 
     async def run_many(
         self, args: RunArgs, count: int, *, concurrency: int | None = None, timeout: float = 600.0

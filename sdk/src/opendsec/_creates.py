@@ -50,8 +50,10 @@ class BatchFailed(PlatformError):
         return all(error.is_infra for error in self.errors.values())
 
 
-async def create(core: Core, args: RunArgs, timeout: float) -> Sandbox:
+async def create(core: Core, args: RunArgs, kind: type[RunArgs], timeout: float) -> Sandbox:
     """Create one sandbox; see ``DSecClient.run_container``."""
+    if not isinstance(args, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(args).__name__}")
     request_id = args.request_id or new_request_id()
     body = create_request(args, request_id=request_id, lease_seconds=core.lease_seconds)
     return await _create(core, body, request_id, timeout, ours=args.request_id is None)
