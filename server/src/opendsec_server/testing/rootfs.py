@@ -1,4 +1,4 @@
-"""A tiny image for functional tests: static busybox, a few accounts, nothing else."""
+"""A tiny image for functional tests and benchmarks: static busybox, a few accounts, nothing else."""
 
 from __future__ import annotations
 
