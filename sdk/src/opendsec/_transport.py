@@ -169,6 +169,8 @@ class Transport:
             auto_decompress=False,
             read_bufsize=256 * 1024,
         )
+        # The library would repeat any PUT and DELETE; an append, say, must not be. Repeats are decided here.
+        self._session._retry_connection = False
 
     async def aclose(self) -> None:
         """Close all connections."""
