@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 BUSYBOX = Path("/bin/busybox")
-PASSWD = """root:x:0:0:root:/root:/bin/sh
+ACCOUNTS = """root:x:0:0:root:/root:/bin/sh
 agent:x:1000:1000:agent:/home/agent:/bin/sh
 """
-GROUP = """root:x:0:
+GROUPS = """root:x:0:
 agent:x:1000:
 tools:x:2000:agent
 """
@@ -26,7 +26,7 @@ def make_rootfs(folder: Path) -> Path:
     for applet in applets:
         if applet != "busybox":
             (folder / "bin" / applet).symlink_to("busybox")
-    (folder / "etc/passwd").write_text(PASSWD)
-    (folder / "etc/group").write_text(GROUP)
+    (folder / "etc/passwd").write_text(ACCOUNTS)
+    (folder / "etc/group").write_text(GROUPS)
     shutil.chown(folder / "home/agent", 1000, 1000)
     return folder
