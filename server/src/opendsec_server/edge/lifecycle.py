@@ -168,6 +168,13 @@ class Life:
         self._acting = asyncio.create_task(self._bring_up(start))
         await asyncio.shield(self._acting)
 
+    async def wait_settled(self) -> None:
+        """Return when a bring-up under way has come to its end, well or not."""
+        if self._acting is not None and not self._acting.done():
+            await asyncio.wait([self._acting])
+        if self.record.cause == "create_failed":
+            await self.wait_end()
+
     async def _bring_up(self, start: Callable[[], Awaitable[Channel]]) -> None:
         try:
             channel = await start()
