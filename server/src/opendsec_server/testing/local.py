@@ -21,12 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-import msgspec
 import psutil
 
 from opendsec.api.errors import Unavailable
 from opendsec_server import leaks
-from opendsec_server.linux.mounts import mountinfo
+from opendsec_server.linux.mounts import mountinfo, umount
 from opendsec_server.platform.config import Config, load
 
 ProgramName = Literal["edge", "apiserver"]
@@ -118,7 +117,11 @@ class LocalServer:
         json.loads(line)
 
     def stop(self, seconds: float = 60.0) -> None:
-        """Stop every sandbox of this node and then the server politely."""
+        """Stop the server politely; sandboxes live on until the next start.
+
+        Raises:
+            TimeoutExpired: it did not end in time and was killed.
+        """
         process = self._process
         if process is None:
             return
@@ -138,8 +141,9 @@ class LocalServer:
             self._process = None
 
     def discard(self) -> None:
-        """Remove the folders (data only if they were made here); the server must have ended."""
+        """Remove the folders (data only if they were made here) and whatever a failed test has left running in them."""
         self.kill()
+        scrub(self.config)
         shutil.rmtree(self.run_dir, ignore_errors=True)
         if self._owns_data:
             shutil.rmtree(self.data_dir, ignore_errors=True)
@@ -197,6 +201,30 @@ class LocalServer:
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def record(self) -> str:
-        """Return the configuration as JSON, for reports."""
-        return msgspec.json.encode(self.config).decode()
+
+def scrub(config: Config) -> None:
+    """Kill and unmount what a node has left: for tests that failed half way; a clean stop leaves nothing to do."""
+    groups = [path for path in Path("/sys/fs/cgroup").glob(f"**/{config.cgroup}") if path.is_dir()]
+    members = [child for group in groups for child in (*group.rglob("*/"), group)]
+    for member in members:
+        for pid in (member / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    for member in sorted(members, key=lambda path: len(path.parts), reverse=True):
+        _remove_group(member)
+    for mounted in reversed(mountinfo()):
+        if mounted.target.startswith((f"{config.data_dir}/", f"{config.run_dir}/")):
+            with contextlib.suppress(OSError):
+                umount(mounted.target, lazy=True)
+
+
+def _remove_group(group: Path, seconds: float = 5.0) -> None:
+    """Remove a cgroup whose processes are about to be gone."""
+    deadline = time.monotonic() + seconds
+    while group.is_dir():
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
