@@ -14,10 +14,11 @@ import pytest
 
 from opendsec_server.apiserver.edge_client import EdgeClient
 from opendsec_server.apiserver.iam import Iam
-from opendsec_server.apiserver.main import build, open_server
+from opendsec_server.apiserver.main import build
 from opendsec_server.apiserver.watcher import Watcher
 from opendsec_server.placement import PlacementEngine, PlacementPolicy
 from opendsec_server.platform.database import open_database, sqlite_url
+from opendsec_server.platform.serving import open_server
 from opendsec_server.testing.edge import SimulatedEdge
 
 BASE = "http://api"
@@ -47,7 +48,9 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def open_api(tmp_path, nodes: list[str], *, deadline: float = 3.0) -> AsyncIterator[Api]:
+async def open_api(
+    tmp_path, nodes: list[str], *, deadline: float = 3.0, dead_after: float = 15.0
+) -> AsyncIterator[Api]:
     """Serve an apiserver over the sockets ``<node>.sock``."""
     database = await open_database(sqlite_url(tmp_path / "iam.db"))
     iam = Iam(database, monotonic=time.monotonic, wall=time.time)
@@ -60,7 +63,7 @@ async def open_api(tmp_path, nodes: list[str], *, deadline: float = 3.0) -> Asyn
         period_seconds=0.05,
         deadline_seconds=1.0,
         monotonic=time.monotonic,
-        dead_after_seconds=0.5,
+        dead_after_seconds=dead_after,
     )
     front = build(iam, watcher, engine)
     watching = asyncio.create_task(watcher.run())

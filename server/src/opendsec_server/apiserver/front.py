@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -20,17 +19,12 @@ from opendsec_server.apiserver.metrics import ApiMetrics
 from opendsec_server.apiserver.proxy import (
     CLIENT_LEFT,
     ClientLeft,
-    Message,
-    Receive,
-    Scope,
-    Send,
     forward,
     forward_websocket,
     send_error,
 )
 from opendsec_server.apiserver.watcher import Watcher
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from opendsec_server.platform.http import App, Message, Receive, Scope, Send
 
 _SANDBOXES = "/v1/sandboxes/"
 _IMAGES = "/v1/images"

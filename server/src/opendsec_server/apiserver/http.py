@@ -6,64 +6,27 @@ is taken from the edge's (``document.py``).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-import structlog
-from litestar import MediaType, Request, Response, get, post
-from litestar.exceptions import HTTPException
+from litestar import MediaType, Response, get, post
 from litestar.handlers import BaseRouteHandler
 from litestar.params import Parameter
-from litestar.status_codes import HTTP_200_OK, HTTP_201_CREATED, HTTP_204_NO_CONTENT, HTTP_404_NOT_FOUND
+from litestar.status_codes import HTTP_200_OK, HTTP_201_CREATED, HTTP_204_NO_CONTENT
 
-from opendsec.api.errors import ErrorBody, Internal, InvalidArgument, NotFound, PlatformError
 from opendsec.api.models import Claim, CreateSandbox, Job, JobStopped, Node, Sandbox, State
 from opendsec_server.apiserver.batches import Batch
 from opendsec_server.apiserver.metrics import ApiMetrics
-from opendsec_server.apiserver.proxy import ClientWatch, Receive, Scope, Send, error_headers
 from opendsec_server.apiserver.service import ApiService
-
-_log = structlog.get_logger(__name__)
-NDJSON = b"application/x-ndjson"
-
-
-class LineStream(Response[Any]):
-    """Sends lines as they come; a client that leaves closes their source at once."""
-
-    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(None)
-        self._lines = lines
-
-    def to_asgi_response(self, *_: Any, **__: Any) -> Any:
-        """Return the application that sends the lines."""
-        return self._send_lines
-
-    async def _send_lines(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        watch = ClientWatch(receive)
-        watch.start()
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", NDJSON)]})
-            async with contextlib.aclosing(self._lines) as lines:
-                async for line in lines:
-                    await send({"type": "http.response.body", "body": line, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        except asyncio.CancelledError:
-            if not watch.left:
-                raise
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-        finally:
-            watch.stop()
+from opendsec_server.platform.http import NDJSON, StreamAnswer
 
 
 @post("/v1/sandboxes", status_code=HTTP_201_CREATED, tags=["sandboxes"])
 async def create_sandbox(data: CreateSandbox, service: ApiService) -> Response[Sandbox]:
     """Create one sandbox; with ``count``, that many, answered as lines of ``CreateResult`` as they complete."""
     if data.count is not None:
-        return LineStream(Batch(service, data).lines())
+        return StreamAnswer(Batch(service, data).lines(), NDJSON)
     created: Any = await service.create(data)
     return Response(created, media_type=MediaType.JSON, status_code=HTTP_201_CREATED)
 
@@ -160,24 +123,3 @@ DOCUMENTED: Sequence[BaseRouteHandler] = (
     healthz,
 )
 HANDLERS: Sequence[BaseRouteHandler] = (*DOCUMENTED, schema, metrics)
-
-
-def _from_platform(_request: Request[Any, Any, Any], error: PlatformError) -> Response[ErrorBody]:
-    return Response(error.body(), status_code=error.http_status, headers=error_headers(error))
-
-
-def _from_http(_request: Request[Any, Any, Any], error: HTTPException) -> Response[ErrorBody]:
-    kind = NotFound if error.status_code == HTTP_404_NOT_FOUND else InvalidArgument
-    return Response(kind(error.detail or "bad request").body(), status_code=error.status_code)
-
-
-def _from_defect(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
-    _log.error("request_failed", path=request.scope["path"], exc_info=error)
-    return Response(Internal("the apiserver failed; its log says more").body(), status_code=500)
-
-
-EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
-    PlatformError: _from_platform,
-    HTTPException: _from_http,
-    Exception: _from_defect,
-}

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import structlog
 import uvloop
-from granian.constants import Interfaces
-from granian.server.embed import Server
 from litestar import Litestar
 from litestar.di import Provide
 
@@ -26,7 +22,7 @@ from opendsec.api.errors import PlatformError
 from opendsec_server.apiserver.document import document, render
 from opendsec_server.apiserver.edge_client import EdgeClient
 from opendsec_server.apiserver.front import FrontDoor
-from opendsec_server.apiserver.http import EXCEPTION_HANDLERS, HANDLERS
+from opendsec_server.apiserver.http import HANDLERS
 from opendsec_server.apiserver.iam import Iam
 from opendsec_server.apiserver.metrics import ApiMetrics
 from opendsec_server.apiserver.service import ApiService
@@ -34,6 +30,9 @@ from opendsec_server.apiserver.watcher import Watcher
 from opendsec_server.placement import PlacementEngine, PlacementPolicy
 from opendsec_server.platform.config import Config, load
 from opendsec_server.platform.database import open_database, sqlite_url
+from opendsec_server.platform.http import EXCEPTION_HANDLERS
+from opendsec_server.platform.logging import configure
+from opendsec_server.platform.serving import open_server
 
 #: How long requests under way may take to end after SIGTERM, in seconds.
 DRAIN_SECONDS = 10.0
@@ -49,32 +48,6 @@ def edges_of(config: Config) -> list[tuple[str, str | None]]:
         name, mark, address = entry.partition("=")
         found.append((address, name) if mark else (entry, None))
     return found
-
-
-@contextlib.asynccontextmanager
-async def open_server(app: object, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """Serve an ASGI application on ``unix:<path>`` and ``host:port`` addresses."""
-    servers = []
-    tasks = []
-    for address in addresses:
-        path = Path(address.removeprefix("unix:"))
-        path.unlink(missing_ok=True)
-        servers.append(Server(app, uds=path, interface=Interfaces.ASGINL, log_enabled=False))
-        tasks.append(asyncio.create_task(servers[-1].serve()))
-    for address in addresses:
-        while True:
-            try:
-                _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-                writer.close()
-                break
-            except OSError:
-                await asyncio.sleep(0.005)
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.stop()
-        await asyncio.gather(*tasks)
 
 
 async def run(config: Config) -> None:
@@ -105,7 +78,7 @@ async def run(config: Config) -> None:
         front = build(iam, watcher, engine)
         watching = asyncio.create_task(watcher.run())
         try:
-            async with open_server(front, config.api_addresses):
+            async with open_server(front, config.api_addresses, unix_mode=0o666):
                 await stop.wait()
                 await front.drain(DRAIN_SECONDS)
         finally:
@@ -143,7 +116,9 @@ def main() -> None:
         sys.stdout.buffer.write(render(document()))
         return
     try:
-        uvloop.run(run(load(arguments.config)))
+        config = load(arguments.config)
+        configure(config.log_level, "apiserver")
+        uvloop.run(run(config))
     except PlatformError as error:
         sys.stderr.write(f"opendsec-apiserver: {error.message}\n")
         raise SystemExit(1) from None

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from http import HTTPStatus
-from typing import Any
+from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
@@ -20,11 +18,7 @@ import msgspec
 from opendsec.api.errors import PlatformError
 from opendsec_server.apiserver.edge_client import EdgeClient, broken, error_of, head_of
 from opendsec_server.apiserver.wire import Answer, Broken, Headers, NotConnected
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from opendsec_server.platform.http import Receive, Scope, Send, error_headers
 
 #: Request bodies up to this size are read before they are sent, in bytes.
 _BUFFERED_BODY = 256 * 1024
@@ -58,15 +52,17 @@ class ClientWatch:
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.left = False
+        #: The request body is still being read, by somebody else: then leaving is noticed there.
+        self.reading = False
 
     def start_later(self, seconds: float) -> None:
         """Begin to watch after a while, so that quick answers cost no task."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self.start)
 
     def start(self) -> None:
-        """Begin to watch; the request body must have been read to its end."""
+        """Begin to watch, unless the request body is still being read."""
         self.cancel_timer()
-        if self._watcher is None:
+        if self._watcher is None and not self.reading:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def cancel_timer(self) -> None:
@@ -105,6 +101,7 @@ async def forward(scope: Scope, receive: Receive, send: Send, edge: EdgeClient) 
     body: bytes | AsyncIterator[bytes]
     if streamed or length > _BUFFERED_BODY:
         head = head_of(scope["method"], target, headers, None if streamed else length)
+        watch.reading = True
         body = _body_chunks(receive, watch)
     else:
         body = await _read_body(receive) if length else b""
@@ -200,6 +197,7 @@ async def _body_chunks(receive: Receive, watch: ClientWatch) -> AsyncIterator[by
         if chunk := message.get("body", b""):
             yield chunk
         if not message.get("more_body"):
+            watch.reading = False
             watch.start()
             return
 
@@ -277,16 +275,6 @@ async def _pump_up(receive: Receive, upstream: aiohttp.ClientWebSocketResponse) 
             await upstream.send_str(text)
         else:
             await upstream.send_bytes(message["bytes"])
-
-
-def error_headers(error: PlatformError) -> dict[str, str]:
-    """Return the headers that go with an error."""
-    headers: dict[str, str] = {}
-    if "retry_after" in error.detail:
-        headers["retry-after"] = str(max(1, round(float(error.detail["retry_after"]))))
-    if error.http_status == HTTPStatus.UNAUTHORIZED:
-        headers["www-authenticate"] = "Bearer"
-    return headers
 
 
 async def send_error(send: Send, error: PlatformError, *, websocket: bool = False) -> int:

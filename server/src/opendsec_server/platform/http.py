@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
-from litestar.status_codes import HTTP_404_NOT_FOUND, HTTP_405_METHOD_NOT_ALLOWED
+from litestar.status_codes import HTTP_401_UNAUTHORIZED, HTTP_404_NOT_FOUND, HTTP_405_METHOD_NOT_ALLOWED
 
 from opendsec.api.errors import ErrorBody, Internal, InvalidArgument, NotFound, PlatformError
 
@@ -49,10 +49,10 @@ class StreamAnswer(Response[Any]):
                 me.cancel()
 
         iterator = aiter(self._pieces)
-        # The first piece is taken before the head is sent, so that an error still gets its own status.
-        first = await anext(iterator, None)
         watcher = asyncio.create_task(watch())
         try:
+            # The first piece is taken before the head is sent, so that an error still gets its own status.
+            first = await anext(iterator, None)
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._type)]})
             if first is not None:
                 await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -69,8 +69,18 @@ class StreamAnswer(Response[Any]):
                 await self._pieces.aclose()
 
 
+def error_headers(error: PlatformError) -> dict[str, str]:
+    """Return the headers that go with an error."""
+    headers: dict[str, str] = {}
+    if "retry_after" in error.detail:
+        headers["retry-after"] = str(max(1, round(float(error.detail["retry_after"]))))
+    if error.http_status == HTTP_401_UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
 def _from_platform(_request: Request[Any, Any, Any], error: PlatformError) -> Response[ErrorBody]:
-    return Response(error.body(), status_code=error.http_status)
+    return Response(error.body(), status_code=error.http_status, headers=error_headers(error))
 
 
 def _from_http(_request: Request[Any, Any, Any], error: HTTPException) -> Response[ErrorBody]:

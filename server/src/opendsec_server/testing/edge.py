@@ -65,13 +65,14 @@ class SimulatedEdge:
         #: Bytes of the streamed exec output and of uploads so far, in order of arrival.
         self.uploaded = 0
         self._by_request: dict[str, str] = {}
+        self._ended = 0
 
     # -- serving ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open_server(self, socket: Path) -> AsyncIterator[SimulatedEdge]:
         """Serve on a Unix socket."""
-        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         socket.unlink(missing_ok=True)  # noqa: ASYNC240 - a test's own folder
         try:
@@ -181,6 +182,7 @@ class SimulatedEdge:
         box = self._sandbox(request)
         if box.state not in TERMINAL:
             box.state, box.cause, box.ended_at = "stopped", "deleted", time.time()
+            self._ended += 1
         return _json(box)
 
     def _sandbox(self, request: web.Request) -> Sandbox:
@@ -190,7 +192,7 @@ class SimulatedEdge:
         return self.sandboxes[name]
 
     def _live(self) -> int:
-        return sum(box.state not in TERMINAL for box in self.sandboxes.values())
+        return len(self.sandboxes) - self._ended
 
     # -- execs -----------------------------------------------------------------------------------------------------
 
