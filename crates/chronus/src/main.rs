@@ -6,6 +6,8 @@
 mod config;
 mod conn;
 mod exec;
+mod files;
+mod ops;
 mod server;
 mod spawn;
 mod sys;

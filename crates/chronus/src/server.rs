@@ -12,6 +12,8 @@ use chronus_proto::{msgpack, Code, PROTOCOL};
 use crate::config::Config;
 use crate::conn::{Conn, Target};
 use crate::exec::{Exec, Progress, State, Stdin, Stop};
+use crate::files;
+use crate::ops::{self, Op, Relay};
 use crate::spawn::{self, refuse, Refusal, Report};
 use crate::sys::{self, Pid, Poll};
 use crate::tree;
@@ -33,6 +35,8 @@ mod token {
     pub const STDERR: u64 = 4;
     pub const STDIN: u64 = 5;
     pub const STATUS: u64 = 6;
+    pub const OP_OUT: u64 = 7;
+    pub const OP_IN: u64 = 8;
 
     pub fn of(kind: u64, key: u32) -> u64 {
         kind << 32 | u64::from(key)
@@ -50,6 +54,7 @@ pub struct Server {
     signals: OwnedFd,
     conns: BTreeMap<u32, Conn>,
     execs: BTreeMap<u32, Exec>,
+    ops: BTreeMap<u32, Op>,
     ids: BTreeMap<Box<str>, u32>,
     pids: BTreeMap<Pid, Target>,
     next_key: u32,
@@ -78,6 +83,7 @@ impl Server {
             signals,
             conns: BTreeMap::new(),
             execs: BTreeMap::new(),
+            ops: BTreeMap::new(),
             ids: BTreeMap::new(),
             pids: BTreeMap::new(),
             next_key: 0,
@@ -107,6 +113,8 @@ impl Server {
                     token::STDERR => self.on_output(key, 1),
                     token::STDIN => self.on_stdin(key),
                     token::STATUS => self.on_status(key),
+                    token::OP_OUT => self.on_op_output(key),
+                    token::OP_IN => self.settle_op(key),
                     _ => {}
                 }
             }
@@ -161,13 +169,16 @@ impl Server {
         };
         self.poll.remove(&conn.fd);
         for target in conn.channels.into_values() {
-            if let Target::Exec(exec_key) = target {
-                if let Some(exec) = self.execs.get_mut(&exec_key) {
-                    if exec.owner.is_some_and(|(owner, _)| owner == key) {
-                        exec.owner = None;
+            match target {
+                Target::Exec(exec_key) => {
+                    if let Some(exec) = self.execs.get_mut(&exec_key) {
+                        if exec.owner.is_some_and(|(owner, _)| owner == key) {
+                            exec.owner = None;
+                        }
                     }
+                    self.settle(exec_key);
                 }
-                self.settle(exec_key);
+                Target::Op(op) => self.cancel(op),
             }
         }
     }
@@ -242,7 +253,8 @@ impl Server {
             // What is under way when a channel ends is harmless.
             Kind::Data | Kind::End | Kind::Credit | Kind::Cancel | Kind::Ack => match target {
                 Some(Target::Exec(exec)) => self.on_exec_frame((key, channel), exec, header.kind, payload),
-                _ => Ok(()),
+                Some(Target::Op(op)) => self.on_op_frame(op, header.kind, payload),
+                None => Ok(()),
             },
             _ => Err(Violation),
         }
@@ -312,7 +324,7 @@ impl Server {
                 self.respond_ok(to);
                 self.shutting_down = true;
             }
-            Request::File(_) => self.respond_error(to, &refuse(Code::Unavailable, "not there yet")),
+            Request::File(request) => self.start_op(to, &request),
         }
         Ok(())
     }
@@ -344,7 +356,7 @@ impl Server {
                 for target in std::mem::take(&mut conn.blocked) {
                     match target {
                         Target::Exec(exec) => self.settle(exec),
-                        Target::Op(_) => {}
+                        Target::Op(op) => self.settle_op(op),
                     }
                 }
             }
@@ -666,6 +678,102 @@ impl Server {
             self.poll.remove(status);
         }
     }
+
+    // Files
+
+    fn start_op(&mut self, to: (u32, u32), request: &request::FileRequest<'_>) {
+        if self.may_work_itself() {
+            if let Some(payload) = files::quick(request) {
+                return self.respond(to, &payload);
+            }
+        }
+        if self.ops.len() >= ops::MAX_OPS {
+            let text = format!("{} file operations are already under way", ops::MAX_OPS);
+            return self.respond_error(to, &refuse(Code::Unavailable, text));
+        }
+        match Op::start(&self.config, to, request) {
+            Ok(op) => {
+                let key = self.key();
+                self.pids.insert(op.pid, Target::Op(key));
+                self.ops.insert(key, op);
+                if let Some(conn) = self.conns.get_mut(&to.0) {
+                    conn.channels.insert(to.1, Target::Op(key));
+                }
+                self.settle_op(key);
+            }
+            Err(refusal) => self.respond_error(to, &refusal),
+        }
+    }
+
+    /// What this process may do to files must not be more than root of the sandbox may.
+    fn may_work_itself(&self) -> bool {
+        const DAC_OVERRIDE: u64 = 1 << 1;
+        self.config.child_caps.map_or(true, |mask| mask & DAC_OVERRIDE != 0)
+    }
+
+    fn on_op_frame(&mut self, key: u32, kind: Kind, payload: &[u8]) -> Result<(), Violation> {
+        let Some(op) = self.ops.get_mut(&key) else {
+            return Ok(());
+        };
+        match kind {
+            Kind::Data if !op.push(payload) => return Err(Violation),
+            Kind::End => op.finish(),
+            Kind::Credit => op.add_credit(frame::parse_credit(payload).ok_or(Violation)?),
+            Kind::Cancel => {
+                self.cancel(key);
+                return Ok(());
+            }
+            _ => {}
+        }
+        self.settle_op(key);
+        Ok(())
+    }
+
+    fn on_op_output(&mut self, key: u32) {
+        if let Some(op) = self.ops.get_mut(&key) {
+            op.read(&self.poll, &mut self.scratch);
+        }
+        self.settle_op(key);
+    }
+
+    /// Move what can be moved in both directions.
+    fn settle_op(&mut self, key: u32) {
+        let Some(op) = self.ops.get_mut(&key) else {
+            return;
+        };
+        let Some(conn) = self.conns.get_mut(&op.owner.0) else {
+            return;
+        };
+        let owed = op.flush();
+        if owed > 0 {
+            frame::put(conn.queue(), Kind::Credit, op.owner.1, &(owed as u32).to_le_bytes());
+        }
+        match op.relay(conn) {
+            Relay::Done => return self.drop_op(key),
+            Relay::Blocked => conn.block(Target::Op(key)),
+            Relay::Waiting => {}
+        }
+        op.watch(&self.poll, token::of(token::OP_OUT, key), token::of(token::OP_IN, key));
+    }
+
+    fn cancel(&mut self, key: u32) {
+        if let Some(op) = self.ops.get(&key) {
+            op.cancel(self.pids.contains_key(&op.pid));
+        }
+        self.drop_op(key);
+    }
+
+    fn drop_op(&mut self, key: u32) {
+        let Some(mut op) = self.ops.remove(&key) else {
+            return;
+        };
+        op.close(&self.poll);
+        if let Some(conn) = self.conns.get_mut(&op.owner.0) {
+            conn.channels.remove(&op.owner.1);
+        }
+    }
+
+    // Timers
 
     fn run_timers(&mut self) {
         let now = sys::now_ns();
