@@ -7,6 +7,7 @@ is imported only when there is something to do, which keeps restarts quick.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ async def open_database(url: str) -> AsyncEngine:
     Raises:
         Unavailable: the database cannot be reached or migrated.
     """
+    file = sa.make_url(url).database if url.startswith("sqlite") else None
+    if file and not os.path.isdir(os.path.dirname(file) or "."):  # noqa: ASYNC240, PTH112, PTH120
+        raise Unavailable(f"cannot open the database {file}: its folder does not exist")
     engine = create_async_engine(url, pool_pre_ping=not url.startswith("sqlite"))
     if url.startswith("sqlite"):
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
