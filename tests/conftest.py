@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.functional.stack import Stack
 
-from opendsec import DSecClient, DSecContainerRunArgs, Sandbox
+if TYPE_CHECKING:  # style tests must not pay for the whole server
+    from tests.functional.stack import Stack
+
+    from opendsec import DSecClient, Sandbox
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """Start a server for the tests of one module; at the end nothing may be left on the host."""
+    from tests.functional.stack import Stack
+
     with Stack() as running:
         running.import_image()
         yield running
@@ -32,4 +37,6 @@ async def client(stack: Stack) -> AsyncIterator[DSecClient]:
 @pytest.fixture
 async def sandbox(client: DSecClient, stack: Stack) -> Sandbox:
     """Create a sandbox."""
+    from opendsec import DSecContainerRunArgs
+
     return await client.run_container(DSecContainerRunArgs(container_image=stack.image), timeout=60)

@@ -69,10 +69,11 @@ def test_paths_named_in_documents_exist(document: Path) -> None:
 
 def command_names() -> set[str]:
     """Return the commands of the command line, with sub-commands as ``group name``."""
-    from opendsec.cli.main import build_app
     from typer.main import get_command
 
-    root = get_command(build_app())
+    from opendsec.cli._app import build
+
+    root = get_command(build([]))
     names = set()
     for name, command in root.commands.items():  # type: ignore[attr-defined]
         names.add(name)
