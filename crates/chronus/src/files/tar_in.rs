@@ -139,7 +139,7 @@ impl Unpacker {
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) && !parts.is_empty() => {
                 let parent = self.directory(&parts[..parts.len() - 1])?;
                 match parent.mkdir(&c(parts[parts.len() - 1])?, 0o755) {
-                    Err(e) if e.raw_os_error() != Some(libc::EEXIST) => return Err(e),
+                    Err(e) if e.raw_os_error() != Some(libc::EEXIST) => Err(e),
                     _ => self.beneath(&whole),
                 }
             }
@@ -197,15 +197,14 @@ impl Unpacker {
         }
         let Some((name, above)) = parts.split_last() else {
             // The root of the archive: its mode and time are those of the target.
-            return if member.kind == Kind::Dir {
-                self.later.push(member);
-                Ok(())
-            } else {
-                Err(refused(&member, "the member has no name"))
-            };
+            if member.kind != Kind::Dir {
+                return Err(refused(&member, "the member has no name"));
+            }
+            self.later.push(member);
+            return Ok(());
         };
         let above_name = above.join(&b'/');
-        if self.last.as_ref().map_or(true, |(last, _)| *last != above_name) {
+        if self.last.as_ref().is_none_or(|(last, _)| *last != above_name) {
             let dir = self.directory(above).map_err(|e| self.leads_out(&member, e))?;
             self.last = Some((above_name, dir));
         }
