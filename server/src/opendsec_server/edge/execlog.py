@@ -12,6 +12,7 @@ lives in the log itself, more moves to a ``Spool`` file. Records:
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from opendsec_server.edge.spool import Spool
 
 #: Bytes of a stream that are kept in the log before it gets a file of its own.
 INLINE = 64 * 1024
+#: Pieces of a stream that are kept in the log; a command that writes byte by byte soon gets a file of its own.
+INLINE_PIECES = 64
 #: A log is rewritten when this many bytes of it are of forgotten execs, and more than half.
 GARBAGE = 4 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
@@ -100,15 +103,26 @@ def pack(record: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def _write_whole(fd: int, raw: bytes) -> None:
+    if os.write(fd, raw) != len(raw):
+        raise OSError(errno.ENOSPC, "no space left for the exec log")
+
+
+#: Shared by all streams without pieces; never changed.
+_NONE: list[tuple[int, int, int]] = []
+
+
 class Stream:
     """What one stream produced: pieces in the log, or a spool file."""
 
-    __slots__ = ("pieces", "spool", "total")
+    __slots__ = ("logged", "pieces", "spool", "total")
 
     def __init__(self) -> None:
         self.total = 0
+        #: Bytes of its records in the log.
+        self.logged = 0
         #: Offset, position in the log and length of each piece.
-        self.pieces: list[tuple[int, int, int]] | tuple[()] = ()
+        self.pieces: list[tuple[int, int, int]] = _NONE
         self.spool: Spool | None = None
 
 
@@ -143,11 +157,17 @@ class ExecLog:
             self._fd = -1
 
     def append(self, record: Any) -> int:
-        """Write a record and return its position in the file."""
-        return self.append_raw(pack(record))
+        """Write a record and return its size in the file.
 
-    def records(self) -> Iterator[tuple[int, Any]]:
-        """Read all whole records with their positions; a torn last one is cut off."""
+        Raises:
+            OSError: the disk is full.
+        """
+        raw = pack(record)
+        self.append_raw(raw)
+        return len(raw)
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        """Read all whole records with their positions and sizes; a torn last one is cut off."""
         if not self._path.exists():
             return
         fd = self._open()
@@ -157,7 +177,7 @@ class ExecLog:
             (length,) = _LENGTH.unpack_from(raw, at)
             if at + 4 + length > len(raw) or length == 0:
                 break
-            yield at, _decoder.decode(raw[at + 4 : at + 4 + length])
+            yield at, 4 + length, _decoder.decode(raw[at + 4 : at + 4 + length])
             at += 4 + length
         if at < self._size:
             os.ftruncate(fd, at)
@@ -184,49 +204,58 @@ class ExecLog:
             data = data[stream.total - offset :]
             if not data:
                 return
-        if stream.spool is None and stream.total + len(data) > INLINE:
+        if stream.spool is None and (stream.total + len(data) > INLINE or len(stream.pieces) >= INLINE_PIECES):
             spool = self.open_spool(exec_id, number)
             for start, position, length in stream.pieces:
                 spool.write(start, self._read(position, length))
-                self._garbage += length
-            stream.spool, stream.pieces = spool, ()
+            stream.spool, stream.pieces = spool, _NONE
         if stream.spool is not None:
             stream.spool.write(stream.total, data)
         else:
             raw = pack(Output(exec_id, number, stream.total, data))
             at = self.append_raw(raw)
-            piece = (stream.total, at + len(raw) - len(data), len(data))
-            stream.pieces = [*stream.pieces, piece]
+            stream.logged += len(raw)
+            self._piece(stream, at + len(raw) - len(data), len(data))
+            return
         stream.total += len(data)
+
+    @staticmethod
+    def _piece(stream: Stream, position: int, length: int) -> None:
+        """Note that the next bytes of a stream stand at a position of the log."""
+        if not stream.pieces:
+            stream.pieces = []
+        stream.pieces.append((stream.total, position, length))
+        stream.total += length
 
     def append_raw(self, raw: bytes) -> int:
         """Write bytes that ``pack`` made and return their position."""
         fd = self._open()
         at = self._size
-        if os.write(fd, raw) != len(raw):
+        try:
+            _write_whole(fd, raw)
+        except OSError:
             os.ftruncate(fd, at)
-            raise OSError(28, "no space left for the exec log")
+            raise
         self._size += len(raw)
         return at
 
     def _read(self, position: int, length: int) -> bytes:
         return os.pread(self._open(), length, position)
 
-    def adopt_output(self, stream: Stream, at: int, record: Output) -> None:
+    def adopt_output(self, stream: Stream, at: int, size: int, record: Output) -> None:
         """Take a piece that was read back from the log."""
+        stream.logged += size
         if stream.spool is None and record.offset == stream.total:
-            size = len(pack(record))
-            piece = (record.offset, at + size - len(record.data), len(record.data))
-            stream.pieces = [*stream.pieces, piece]
-            stream.total += len(record.data)
+            self._piece(stream, at + size - len(record.data), len(record.data))
 
-    def adopt_spools(self, exec_id: str, streams: tuple[Stream, Stream]) -> None:
-        """Open the spool files that exist; they know more than the log."""
+    def adopt_spools(self, exec_id: str, streams: tuple[Stream, Stream], names: set[str]) -> None:
+        """Open the spool files that exist (``names`` of the folder); they know more than the log."""
         for number, stream in enumerate(streams, 1):
-            if self.spool_path(exec_id, number).exists():
+            if self.spool_path(exec_id, number).name in names:
                 spool = self.open_spool(exec_id, number)
                 if spool.total >= stream.total:
-                    stream.spool, stream.pieces, stream.total = spool, (), spool.total
+                    stream.spool, stream.pieces, stream.total = spool, _NONE, spool.total
+                    spool.close()
                 else:
                     # Killed while the pieces were being moved: the log still has all of them.
                     spool.close()
@@ -257,39 +286,68 @@ class ExecLog:
             offset = start + len(data)
         return b"".join(parts), cut
 
-    def drop(self, exec_id: str, streams: tuple[Stream, Stream]) -> None:
-        """Forget an exec and remove its files."""
-        self.append(Drop(exec_id))
-        for number, stream in enumerate(streams, 1):
+    def drop(self, exec_id: str, streams: tuple[Stream, Stream], logged: int) -> None:
+        """Forget an exec, whose records besides output have ``logged`` bytes, and remove its files."""
+        self._garbage += self.append(Drop(exec_id)) + logged
+        for stream in streams:
+            self._garbage += stream.logged
             if stream.spool is not None:
                 stream.spool.close()
+                stream.spool.path.unlink(missing_ok=True)
                 stream.spool = None
-            self.spool_path(exec_id, number).unlink(missing_ok=True)
-            self._garbage += sum(size for _, _, size in stream.pieces)
-        self._garbage += 512
+
+    def waste(self, size: int) -> None:
+        """Note that bytes of the log are of forgotten execs (found when it was read back)."""
+        self._garbage += size
+
+    def names(self) -> set[str]:
+        """Return the names of the files in the folder."""
+        try:
+            return {path.name for path in self._folder.iterdir()}
+        except FileNotFoundError:
+            return set()
+
+    def discard(self, name: str) -> None:
+        """Remove a file of the folder that belongs to nothing."""
+        (self._folder / name).unlink(missing_ok=True)
 
     @property
     def wants_rewrite(self) -> bool:
         """Whether forgotten execs fill most of the file."""
         return self._garbage > GARBAGE and self._garbage * 2 > self._size
 
-    def rewrite(self, keep: set[str]) -> list[tuple[int, Any]]:
-        """Write the log anew with the records of ``keep`` only, and return them with their new positions."""
-        records: list[tuple[int, Any]] = []
+    def rewrite(self, keep: set[str], spooled: set[tuple[str, int]]) -> list[tuple[int, int, Any]]:
+        """Write the log anew with the records of ``keep`` only, and return them with new positions and sizes.
+
+        Output of streams in ``spooled`` (exec id and number) is left out: their own files have it.
+
+        Raises:
+            OSError: the disk is full; the old log stays.
+        """
+        # Whether this succeeds or not: the next time is when as much garbage has come together again.
+        self._garbage = 0
+        old = list(self.records())
+        dropped = {record.id: index for index, (_, _, record) in enumerate(old) if isinstance(record, Drop)}
+        records: list[tuple[int, int, Any]] = []
         temporary = self._folder / "execs.log.new"
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = 0
-        for _, record in self.records():
-            exec_id = record.spec.id if isinstance(record, Start) else record.id
-            if exec_id in keep and not isinstance(record, Drop):
+        try:
+            for index, (_, _, record) in enumerate(old):
+                exec_id = record.spec.id if isinstance(record, Start) else record.id
+                if exec_id not in keep or index <= dropped.get(exec_id, -1):
+                    continue
+                if isinstance(record, Output) and (exec_id, record.stream) in spooled:
+                    continue
                 raw = pack(record)
-                if os.write(fd, raw) != len(raw):
-                    os.close(fd)
-                    temporary.unlink()
-                    raise OSError(28, "no space left for the exec log")
-                records.append((size, record))
+                _write_whole(fd, raw)
+                records.append((size, len(raw), record))
                 size += len(raw)
-        temporary.rename(self._path)
+            temporary.rename(self._path)
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
         self.close()
-        self._fd, self._size, self._garbage = fd, size, 0
+        self._fd, self._size = fd, size
         return records

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import signal as signals
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,12 @@ from opendsec.api import models
 from opendsec.api.errors import Conflict, NotFound, PlatformError, Unavailable
 from opendsec_server.channel.interface import Channel, ExecExit, ExecSpec
 from opendsec_server.edge.execlog import Closed, Drop, ExecLog, Exit, Fed, Output, Start, Stream
+from opendsec_server.edge.signal_names import signal_name
 
 _log = structlog.get_logger(__name__)
 STREAMS = ("stdout", "stderr")
+#: Bytes of its arguments that are remembered of a command that has ended.
+SHOWN_ARGUMENTS = 4096
 #: Largest piece of output in one answer line.
 CHUNK = 256 * 1024
 
@@ -40,9 +43,11 @@ class Exec:
     __slots__ = (
         "at_end",
         "channel",
+        "deaf",
         "ended_at",
         "exit",
         "launching",
+        "logged",
         "lost_outcome",
         "oom",
         "start",
@@ -67,6 +72,10 @@ class Exec:
         #: A request of this process is telling chronus; on a new connection it does so again by itself.
         self.launching = False
         self.channel: Channel | None = None
+        #: Bytes of its records in the log, besides output.
+        self.logged = 0
+        #: Output can be kept no longer.
+        self.deaf = False
         #: Woken at every change.
         self.waiters: list[asyncio.Future[None]] | None = None
 
@@ -78,21 +87,33 @@ class Exec:
             self.state = "running"
 
     def output(self, stream: int, offset: int, data: bytes) -> None:
-        """Keep output."""
-        self.table.log.output(self.start.spec.id, stream, self.streams[stream - 1], offset, data)
+        """Keep output; if that cannot be done, the outcome is lost rather than wrong."""
+        if self.deaf:
+            return
+        try:
+            self.table.log.output(self.start.spec.id, stream, self.streams[stream - 1], offset, data)
+        except (OSError, ValueError) as error:
+            _log.error("output_lost", sandbox=self.table.sandbox_id, exec=self.start.spec.id, error=str(error))
+            self.deaf = True
+            self.table.lose(self)
+            self.table.stop(self)
         self.wake()
 
     def exited(self, exit_: ExecExit) -> None:
         """The main process ended."""
+        stored = True
         if self.exit is None and not self.lost_outcome:
-            self.table.ended(self, exit_)
-        if self.channel is not None:
+            stored = self.table.ended(self, exit_)
+        if self.channel is not None and stored:
             self.channel.exec_forget(self.start.spec.id)
 
     def closed(self) -> None:
         """Both streams are at their end."""
         self.channel = None
         self.table.at_end(self)
+        for stream in self.streams:
+            if stream.spool is not None:
+                stream.spool.close()
 
     def lost(self) -> None:
         """The connection broke; the table attaches again."""
@@ -154,8 +175,17 @@ class ExecTable:
 
     # -- what happens to one exec --
 
-    def ended(self, exec_: Exec, exit_: ExecExit) -> None:
-        """Store how the main process ended, then let chronus forget it."""
+    def _note(self, exec_: Exec, record: object) -> bool:
+        """Write a record, and tell whether the disk took it; if not, the memory of this process still knows."""
+        try:
+            exec_.logged += self.log.append(record)
+        except OSError as error:
+            _log.error("exec_log_full", sandbox=self.sandbox_id, exec=exec_.start.spec.id, error=str(error))
+            return False
+        return True
+
+    def ended(self, exec_: Exec, exit_: ExecExit) -> bool:
+        """Store how the main process ended; tells whether that is on disk, so that chronus may forget it."""
         killed = self._oom_kills(self.sandbox_id) > exec_.start.oom_kills
         by_kill = exit_.signal == signals.SIGKILL or exit_.exit_code == 128 + signals.SIGKILL
         exec_.oom = killed and not exit_.timed_out and (by_kill or (self.running == 1 and exit_.exit_code != 0))
@@ -163,14 +193,16 @@ class ExecTable:
         exec_.ended_at = time.time()
         exec_.state = "exited"
         self.running -= 1
-        self.log.append(Exit(id=exec_.start.spec.id, at=exec_.ended_at, exit=exit_, oom=exec_.oom))
+        stored = self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at, exit=exit_, oom=exec_.oom))
+        exec_.start.spec = _slim(exec_.start.spec)
         exec_.wake()
+        return stored
 
     def at_end(self, exec_: Exec) -> None:
         """Both streams are at their end."""
         if not exec_.at_end:
             exec_.at_end = True
-            self.log.append(Closed(exec_.start.spec.id))
+            self._note(exec_, Closed(exec_.start.spec.id))
             exec_.wake()
 
     def lose(self, exec_: Exec) -> None:
@@ -181,26 +213,51 @@ class ExecTable:
         exec_.state = "lost"
         exec_.ended_at = time.time()
         self.running -= 1
-        # A full disk must not keep a sandbox from ending; the memory knows.
-        with contextlib.suppress(OSError):
-            self.log.append(Exit(id=exec_.start.spec.id, at=exec_.ended_at))
+        self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at))
+        exec_.start.spec = _slim(exec_.start.spec)
         exec_.wake()
+
+    def stop(self, exec_: Exec) -> None:
+        """Kill what runs of an exec whose outcome is settled already, beside everything else."""
+        channel, exec_id = exec_.channel, exec_.start.spec.id
+
+        async def kill() -> None:
+            if channel is not None:
+                with contextlib.suppress(PlatformError):
+                    await channel.exec_stop(exec_id, 0)
+
+        self._beside(kill())
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._feeding is None:
+            self._feeding = set()
+        task = asyncio.create_task(work)
+        self._feeding.add(task)
+        task.add_done_callback(self._feeding.discard)
 
     def lose_all(self) -> None:
         """The sandbox ended: what ran has an unknown outcome."""
         for exec_ in self.execs.values():
             self.lose(exec_)
-        for task in self._feeding or ():
+        for task in list(self._feeding or ()):
             task.cancel()
 
     # -- starting and resuming --
 
     def add(self, spec: ExecSpec, *, feeds: bool) -> Exec:
-        """Write the intent to run a command."""
+        """Write the intent to run a command.
+
+        Raises:
+            Unavailable: too many commands run, or the node's disk is full.
+        """
         self._make_room()
         start = Start(spec=spec, at=time.time(), feeds=feeds, oom_kills=self._oom_kills(self.sandbox_id))
-        self.log.append(start)
+        try:
+            logged = self.log.append(start)
+        except OSError as error:
+            raise Unavailable(f"the disk of the node is full: {error.strerror}", reason="disk") from error
         exec_ = self.execs[spec.id] = Exec(self, start)
+        exec_.logged = logged
         self.running += 1
         return exec_
 
@@ -215,7 +272,7 @@ class ExecTable:
         exec_.lost_outcome = True
         self.execs.pop(exec_.start.spec.id, None)
         with contextlib.suppress(OSError):
-            self.log.drop(exec_.start.spec.id, exec_.streams)
+            self.log.drop(exec_.start.spec.id, exec_.streams, exec_.logged)
         exec_.wake()
 
     async def resume(self, channel: Channel) -> None:
@@ -244,11 +301,7 @@ class ExecTable:
 
     def feed(self, exec_: Exec, data: bytes, channel: Channel) -> None:
         """Deliver standard input and its end, beside everything else."""
-        if self._feeding is None:
-            self._feeding = set()
-        task = asyncio.create_task(self._feed(exec_, data, channel))
-        self._feeding.add(task)
-        task.add_done_callback(self._feeding.discard)
+        self._beside(self._feed(exec_, data, channel))
 
     async def _feed(self, exec_: Exec, data: bytes, channel: Channel) -> None:
         exec_id = exec_.start.spec.id
@@ -256,18 +309,16 @@ class ExecTable:
             if data:
                 await channel.exec_stdin(exec_id, data)
             await channel.exec_stdin_close(exec_id)
+            # Answered in order: all of it has arrived.
+            await channel.ping()
         except NotFound:
             # It ended without reading all of it.
             pass
         except PlatformError:
-            # How much arrived is unknown: letting it run on would give a wrong result.
-            with contextlib.suppress(PlatformError):
-                await channel.exec_stop(exec_id, 0)
-            self.lose(exec_)
+            # How much arrived is unknown: letting it run on would give a wrong result. ``resume`` ends it.
             return
         exec_.start.feeds = False
-        with contextlib.suppress(OSError):
-            self.log.append(Fed(exec_id))
+        self._note(exec_, Fed(exec_id))
 
     # -- asking --
 
@@ -354,7 +405,10 @@ class ExecTable:
         if not exec_.is_over:
             raise Conflict(f"exec {exec_.start.spec.id} still runs")
         self.execs.pop(exec_.start.spec.id, None)
-        self.log.drop(exec_.start.spec.id, exec_.streams)
+        try:
+            self.log.drop(exec_.start.spec.id, exec_.streams, exec_.logged)
+        except OSError as error:
+            _log.error("exec_log_full", sandbox=self.sandbox_id, exec=exec_.start.spec.id, error=str(error))
 
     def _make_room(self) -> None:
         if len(self.execs) >= self._kept:
@@ -366,43 +420,77 @@ class ExecTable:
             else:
                 raise Unavailable(f"{self._kept} commands are running in sandbox {self.sandbox_id}", retry_after=1)
         if self.log.wants_rewrite:
-            self._adopt(self.log.rewrite(set(self.execs)), fresh=False)
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        spooled = {
+            (exec_id, number)
+            for exec_id, exec_ in self.execs.items()
+            for number, stream in enumerate(exec_.streams, 1)
+            if stream.spool is not None
+        }
+        try:
+            records = self.log.rewrite(set(self.execs), spooled)
+        except OSError as error:
+            _log.error("exec_log_full", sandbox=self.sandbox_id, error=str(error))
+            return
+        for exec_ in self.execs.values():
+            exec_.logged = 0
+            for stream in exec_.streams:
+                stream.logged = 0
+                if stream.spool is None:
+                    stream.pieces, stream.total = [], 0
+        for at, size, record in records:
+            if isinstance(record, Output):
+                self.log.adopt_output(self.execs[record.id].streams[record.stream - 1], at, size, record)
+            else:
+                exec_id = record.spec.id if isinstance(record, Start) else record.id
+                self.execs[exec_id].logged += size
 
     def recover(self) -> None:
         """Read back what the log knows (after a restart of the edge)."""
-        self._adopt(list(self.log.records()), fresh=True)
+        size = 0
+        for at, size, record in self.log.records():
+            self._adopt(at, size, record)
+        names = self.log.names()
+        owned = {"execs.log"}
         for exec_id, exec_ in self.execs.items():
-            self.log.adopt_spools(exec_id, exec_.streams)
+            self.log.adopt_spools(exec_id, exec_.streams, names)
+            owned |= {stream.spool.path.name for stream in exec_.streams if stream.spool is not None}
+            if exec_.is_over:
+                exec_.start.spec = _slim(exec_.start.spec)
+        for name in names - owned:
+            # Killed between two steps of forgetting or rewriting.
+            self.log.discard(name)
         self.running = sum(not exec_.is_over for exec_ in self.execs.values())
 
-    def _adopt(self, records: list[tuple[int, object]], *, fresh: bool) -> None:
-        if not fresh:
-            for exec_ in self.execs.values():
-                for stream in exec_.streams:
-                    if stream.spool is None:
-                        stream.pieces, stream.total = (), 0
-        for at, record in records:
-            match record:
-                case Start() if fresh:
-                    self.execs[record.spec.id] = Exec(self, record)
-                case Output(id=exec_id) if exec_id in self.execs:
-                    exec_ = self.execs[exec_id]
-                    self.log.adopt_output(exec_.streams[record.stream - 1], at, record)
-                    if fresh:
-                        exec_.state = "running"
-                case Exit(id=exec_id) if fresh and exec_id in self.execs:
-                    exec_ = self.execs[exec_id]
-                    exec_.exit, exec_.oom, exec_.ended_at = record.exit, record.oom, record.at
-                    exec_.lost_outcome = record.exit is None
-                    exec_.state = "exited" if record.exit is not None else "lost"
-                case Closed(id=exec_id) if fresh and exec_id in self.execs:
-                    self.execs[exec_id].at_end = True
-                case Fed(id=exec_id) if fresh and exec_id in self.execs:
-                    self.execs[exec_id].start.feeds = False
-                case Drop(id=exec_id) if fresh:
-                    self.execs.pop(exec_id, None)
-                case _:
-                    pass
+    def _adopt(self, at: int, size: int, record: object) -> None:
+        """Take a record that was read back."""
+        if isinstance(record, Start):
+            exec_ = self.execs[record.spec.id] = Exec(self, record)
+            exec_.logged = size
+            return
+        known = self.execs.get(record.id)  # type: ignore[attr-defined]
+        if known is None:
+            self.log.waste(size)
+            return
+        match record:
+            case Output():
+                self.log.adopt_output(known.streams[record.stream - 1], at, size, record)
+                known.state = "running"
+                return
+            case Exit():
+                known.exit, known.oom, known.ended_at = record.exit, record.oom, record.at
+                known.lost_outcome = record.exit is None
+                known.state = "exited" if record.exit is not None else "lost"
+            case Closed():
+                known.at_end = True
+            case Fed():
+                known.start.feeds = False
+            case Drop():
+                del self.execs[record.id]
+                self.log.waste(known.logged + sum(stream.logged for stream in known.streams))
+        known.logged += size
 
     def close(self) -> None:
         """Close the files; they stay."""
@@ -413,26 +501,13 @@ class ExecTable:
                     stream.spool.close()
 
 
-def signal_name(number: int) -> str | None:
-    """Return ``SIGKILL`` for 9; None for 0."""
-    if number <= 0:
-        return None
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
-
-
-def signal_number(name: str) -> int:
-    """Return the number of a signal given as ``TERM``, ``SIGTERM`` or ``15``.
-
-    Raises:
-        NotFound: there is no such signal.
-    """
-    if name.isascii() and name.isdigit() and 0 < int(name) < signals.NSIG:
-        return int(name)
-    text = name.upper()
-    number = getattr(signals, text if text.startswith("SIG") else f"SIG{text}", None)
-    if not isinstance(number, signals.Signals):
-        raise NotFound(f"there is no signal {name[:40]!r}")
-    return int(number)
+def _slim(spec: ExecSpec) -> ExecSpec:
+    """Return what is worth remembering of a command that has ended: a sandbox keeps a thousand of them."""
+    argv, room = [], SHOWN_ARGUMENTS
+    for arg in spec.argv:
+        if len(arg) > room:
+            argv.append(arg[:room] + "…".encode())
+            break
+        argv.append(arg)
+        room -= len(arg)
+    return ExecSpec(id=spec.id, argv=argv, env={}, cwd=spec.cwd, user=spec.user)

@@ -18,8 +18,8 @@ from litestar.status_codes import HTTP_200_OK, HTTP_201_CREATED, HTTP_204_NO_CON
 from opendsec.api import models
 from opendsec.api.errors import InvalidArgument, PlatformError, UnsupportedCapability
 from opendsec_server.core.validate import check_network_rules
-from opendsec_server.edge.execs import signal_number
 from opendsec_server.edge.service import EdgeService, parse_labels
+from opendsec_server.edge.signal_names import signal_number
 from opendsec_server.platform.http import NDJSON, OCTETS, StreamAnswer
 
 _encode = msgspec.json.Encoder().encode

@@ -30,11 +30,12 @@ from opendsec_server.core.spec import SandboxSpec
 from opendsec_server.core.validate import check_create
 from opendsec_server.edge.admission import Admission, HostLoad
 from opendsec_server.edge.commands import exec_spec
-from opendsec_server.edge.execs import Exec, ExecTable, signal_number
+from opendsec_server.edge.execs import Exec, ExecTable
 from opendsec_server.edge.journal import Journal, Row
 from opendsec_server.edge.lifecycle import Life, Lives
 from opendsec_server.edge.metrics import EdgeMetrics
 from opendsec_server.edge.reaper import Reaper
+from opendsec_server.edge.signal_names import signal_number
 from opendsec_server.images.interface import ImageStore
 from opendsec_server.platform.config import Config
 

@@ -34,10 +34,15 @@ class Spool:
         self.total: int = total if magic == _MAGIC else 0
 
     def close(self) -> None:
-        """Close the file; it stays."""
+        """Close the file; it stays, and opens again when it is needed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        return self._fd
 
     def _place(self, offset: int) -> tuple[int, int]:
         """Return the file position of an offset and how many bytes fit there in one piece."""
@@ -56,14 +61,15 @@ class Spool:
             raise ValueError(f"output at {offset} follows a gap after {self.total}")
         view = memoryview(data)[self.total - offset :]
         at = self.total
+        fd = self._open()
         while view:
             position, room = self._place(at)
-            written = os.pwrite(self._fd, view[:room], position)
+            written = os.pwrite(fd, view[:room], position)
             at += written
             view = view[written:]
         if at != self.total:
             self.total = at
-            os.pwrite(self._fd, _HEADER.pack(_MAGIC, at), 0)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, at), 0)
 
     @property
     def tail_start(self) -> int:
@@ -78,4 +84,10 @@ class Spool:
         if length <= 0:
             return offset, b""
         position, room = self._place(offset)
-        return offset, os.pread(self._fd, min(length, room), position)
+        idle = self._fd < 0
+        try:
+            return offset, os.pread(self._open(), min(length, room), position)
+        finally:
+            # A stream at its end holds no descriptor between reads: a sandbox keeps a thousand of them.
+            if idle:
+                self.close()
