@@ -1,7 +1,7 @@
 """The OpenAPI document of the apiserver: its own handlers, and of the edge's document everything it forwards.
 
-apiserver and edge meet in ``openapi/edge.json``, which is generated from the edge, checked in, and shipped with the
-package.
+apiserver and edge meet in ``openapi/edge.json``, which is generated from the edge and checked in. An installation
+without the checkout asks a running edge for its document.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from litestar.openapi import OpenAPIConfig
 
 from opendsec_server.apiserver.http import DOCUMENTED
 
-_PACKAGED = Path(__file__).with_name("edge.json")
-_CHECKOUT = Path(__file__).parents[4] / "openapi" / "edge.json"
+_CHECKED_IN = Path(__file__).parents[4] / "openapi" / "edge.json"
 _FORWARDED = re.compile(r"/v1/(sandboxes/\{|images)")
 _METHODS = ("get", "put", "post", "delete", "options", "head", "patch", "trace")
 
 
-def document(edge: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the document.
-
-    Args:
-        edge: the edge's document; the shipped one if absent.
-    """
-    edge = _shipped() if edge is None else edge
+def document(edge: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of the apiserver, given the edge's."""
     config = OpenAPIConfig(title="OpenDSec", version="v1")
     own: dict[str, Any] = Litestar(route_handlers=list(DOCUMENTED), openapi_config=config).openapi_schema.to_schema()
     paths: dict[str, Any] = dict(own.get("paths", {}))
@@ -56,9 +50,9 @@ def render(value: dict[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
 
 
-def _shipped() -> dict[str, Any]:
-    for path in (_PACKAGED, _CHECKOUT):
-        if path.exists():
-            loaded: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-            return loaded
-    return {}
+def shipped() -> dict[str, Any]:
+    """Return the checked-in document of the edge, or an empty one outside of a checkout."""
+    if not _CHECKED_IN.exists():
+        return {}
+    loaded: dict[str, Any] = msgspec.json.decode(_CHECKED_IN.read_bytes())
+    return loaded

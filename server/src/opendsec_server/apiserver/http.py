@@ -6,7 +6,6 @@ is taken from the edge's (``document.py``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -92,16 +91,12 @@ async def healthz() -> dict[str, str]:
 
 
 @get(["/schema", "/schema/openapi.json"], include_in_schema=False)
-async def schema() -> Response[Any]:
+async def schema(service: ApiService) -> Response[Any]:
     """Return the OpenAPI document."""
-    return Response(_schema(), media_type="application/vnd.oai.openapi+json")
+    from opendsec_server.apiserver.document import document, render, shipped  # noqa: PLC0415 - it reads DOCUMENTED
 
-
-@functools.cache
-def _schema() -> bytes:
-    from opendsec_server.apiserver.document import document, render  # noqa: PLC0415 - it reads HANDLERS
-
-    return render(document())
+    edge = shipped() or await service.edge_document()
+    return Response(render(document(edge)), media_type="application/vnd.oai.openapi+json")
 
 
 @get("/metrics", media_type=MediaType.TEXT, include_in_schema=False)

@@ -19,7 +19,7 @@ from litestar import Litestar
 from litestar.di import Provide
 
 from opendsec.api.errors import PlatformError
-from opendsec_server.apiserver.document import document, render
+from opendsec_server.apiserver.document import document, render, shipped
 from opendsec_server.apiserver.edge_client import EdgeClient
 from opendsec_server.apiserver.front import FrontDoor
 from opendsec_server.apiserver.http import HANDLERS
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--openapi", action="store_true", help="print the API's OpenAPI document")
     arguments = parser.parse_args()
     if arguments.openapi:
-        sys.stdout.buffer.write(render(document()))
+        sys.stdout.buffer.write(render(document(shipped())))
         return
     try:
         config = load(arguments.config)

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from opendsec.api import ids
-from opendsec.api.errors import CapacityUnavailable, Internal, NotFound, PlatformError, TryAgain, Unavailable
+from opendsec.api.errors import CapacityUnavailable, Internal, NotFound, PlatformError, TryAgain
 from opendsec.api.models import Claim, CreateSandbox, Job, JobStopped, Node, Sandbox, State
 from opendsec_server.apiserver.edge_client import EdgeClient, LinkBroke, OutcomeUnknown
 from opendsec_server.apiserver.watcher import Watcher
@@ -255,15 +255,13 @@ class ApiService:
         await self.watcher.refresh(edge)
         return answer
 
-    async def check_ready(self) -> None:
-        """Return if at least one node answers.
-
-        Raises:
-            Unavailable: none does.
-        """
-        await self.watcher.wait_first_round()
-        if not any(node.state in ("ready", "draining") for node in self.watcher.nodes()):
-            raise Unavailable("no node answers", retry_after=1.0)
+    async def edge_document(self) -> dict[str, Any]:
+        """Return the OpenAPI document of an edge, or an empty one if none answers."""
+        for edge in self.watcher.edges():
+            with contextlib.suppress(PlatformError):
+                document: dict[str, Any] = await edge.call(dict, "GET", "/schema/openapi.json", wait=False)
+                return document
+        return {}
 
 
 async def _all(items: Iterable[T], act: Callable[[T], Awaitable[R]], *, at_once: int) -> list[R]:
