@@ -1,0 +1,195 @@
+"""The writable side of sandboxes: one folder each, on a btrfs image with a limit each, or plain.
+
+A sandbox's folder holds its overlay ``upper`` and ``work``, its OCI bundle and its small files, so that one removal
+removes all of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Protocol
+
+from opendsec.api.errors import DiskFull, Unavailable, UnsupportedCapability
+from opendsec_server.linux import btrfs
+from opendsec_server.linux.mounts import mountinfo, umount
+from opendsec_server.platform.config import ScratchConfig
+
+
+class Scratch(Protocol):
+    """Makes and removes the folders of sandboxes."""
+
+    #: Limits can be enforced.
+    has_limits: bool
+
+    def open(self) -> None:
+        """Make it ready; what is there already is taken over."""
+
+    def create(self, name: str, limit_mb: int | None) -> Path:
+        """Make a sandbox's folder and return it.
+
+        Raises:
+            DiskFull: no room.
+        """
+
+    def path(self, name: str) -> Path:
+        """Return where a sandbox's folder is or would be."""
+
+    def remove(self, name: str) -> None:
+        """Remove a sandbox's folder; an unknown name is fine."""
+
+    def names(self) -> set[str]:
+        """Return the names of all folders."""
+
+    def used_bytes(self, name: str) -> int | None:
+        """Return what a sandbox holds, if that is known cheaply."""
+
+    def tear_down(self) -> None:
+        """Unmount what ``open`` mounted."""
+
+
+class FolderScratch:
+    """A plain folder: no limits."""
+
+    has_limits = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def open(self) -> None:
+        """Make the folder."""
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def path(self, name: str) -> Path:
+        """Return where a sandbox's folder is."""
+        return self._root / name
+
+    def create(self, name: str, limit_mb: int | None) -> Path:
+        """Make a sandbox's folder."""
+        if limit_mb is not None:
+            raise UnsupportedCapability("a plain scratch folder cannot limit disk use", field="disk_limit_mb")
+        self.path(name).mkdir(mode=0o700)
+        return self.path(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a sandbox's folder."""
+        # The workload made it: directories may be unreadable to their owner, never to root.
+        shutil.rmtree(self.path(name), ignore_errors=False) if self.path(name).exists() else None
+
+    def names(self) -> set[str]:
+        """Return the names of all folders."""
+        return {entry.name for entry in self._root.iterdir()} if self._root.exists() else set()
+
+    def used_bytes(self, name: str) -> int | None:  # noqa: ARG002 - counting a tree is not cheap
+        """Return None: nobody keeps count."""
+        return None
+
+    def tear_down(self) -> None:
+        """Nothing was mounted."""
+
+
+class BtrfsScratch:
+    """A sparse btrfs image file under the data folder; a subvolume and a quota each."""
+
+    has_limits = True
+
+    def __init__(self, data: Path, config: ScratchConfig) -> None:
+        self._image = data / "scratch.btrfs"
+        self._root = data / "scratch"
+        self._size = config.size_bytes
+
+    def _mounted(self) -> bool:
+        target = str(self._root.resolve())
+        return any(one.target == target and one.fstype == "btrfs" for one in mountinfo())
+
+    def open(self) -> None:
+        """Make and mount the image, unless an earlier edge has.
+
+        Raises:
+            UnsupportedCapability: this host has no btrfs or no free loop device.
+        """
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._mounted():
+            return
+        if not self._image.exists():
+            self._make()
+        # ``loop`` through mount(8) frees the device by itself at the unmount.
+        options = "loop,noatime,discard=async,commit=120"
+        _run(["mount", "-t", "btrfs", "-o", options, str(self._image), str(self._root)])
+
+    def _make(self) -> None:
+        fresh = self._image.with_suffix(".new")
+        with fresh.open("wb") as file:
+            file.truncate(self._size)
+        _run(["mkfs.btrfs", "--quiet", "--force", "--metadata", "single", str(fresh)])
+        _run(["mount", "-t", "btrfs", "-o", "loop", str(fresh), str(self._root)])
+        try:
+            btrfs.enable_quota(self._root)
+        finally:
+            umount(self._root)
+        fresh.rename(self._image)
+
+    def path(self, name: str) -> Path:
+        """Return where a sandbox's subvolume is."""
+        return self._root / name
+
+    def create(self, name: str, limit_mb: int | None) -> Path:
+        """Make a sandbox's subvolume and limit it."""
+        try:
+            btrfs.create_subvolume(self._root, name)
+            if limit_mb is not None:
+                btrfs.limit_subvolume(self.path(name), limit_mb * 2**20)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise DiskFull("the node's scratch disk is full") from error
+            raise
+        return self.path(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a sandbox's subvolume."""
+        path = self.path(name)
+        try:
+            if btrfs.is_subvolume(path):
+                btrfs.destroy_subvolume(self._root, name)
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            pass
+
+    def names(self) -> set[str]:
+        """Return the names of all subvolumes."""
+        return {entry.name for entry in self._root.iterdir()} if self._root.exists() else set()
+
+    def used_bytes(self, name: str) -> int | None:
+        """Return what the subvolume's quota counts."""
+        return btrfs.used_bytes(self.path(name))
+
+    def tear_down(self) -> None:
+        """Unmount the image; its loop device goes with it."""
+        if self._mounted():
+            umount(self._root)
+
+
+def make_scratch(data: Path, config: ScratchConfig) -> Scratch:
+    """Return the configured kind.
+
+    Raises:
+        UnsupportedCapability: there is no such kind.
+    """
+    if config.kind == "btrfs-image":
+        return BtrfsScratch(data, config)
+    if config.kind == "folder":
+        return FolderScratch(data / "scratch")
+    raise UnsupportedCapability(f"scratch kind {config.kind!r} is unknown: use btrfs-image or folder")
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    except FileNotFoundError:
+        raise UnsupportedCapability(f"{command[0]} is not installed") from None
+    if done.returncode != 0:
+        raise Unavailable(f"{command[0]} failed: {done.stderr.strip()[-300:]}")

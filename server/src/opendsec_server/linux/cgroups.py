@@ -1,0 +1,172 @@
+"""cgroup v1, v2 and hybrid hosts: find, read and remove the groups of sandboxes. The OCI runtime makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from opendsec_server.core.spec import Usage
+from opendsec_server.linux.mounts import mountinfo
+
+#: How long a group may stay busy while the kernel lets go of its last processes, in seconds.
+BUSY_SECONDS = 10.0
+
+
+def _find_hierarchies() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for mounted in mountinfo():
+        if mounted.fstype == "cgroup2":
+            found["unified"] = Path(mounted.target)
+        elif mounted.fstype == "cgroup":
+            found[Path(mounted.target).name] = Path(mounted.target)
+    return found
+
+
+class Cgroups:
+    """The groups below one parent in every hierarchy of this host.
+
+    Args:
+        parent: path of the parent, relative to each hierarchy's root.
+        hierarchies: mount point by name (``memory``, ``pids``, … for v1, ``unified`` for v2); found if absent.
+    """
+
+    def __init__(self, parent: str, hierarchies: dict[str, Path] | None = None) -> None:
+        self.parent = parent
+        self.hierarchies = _find_hierarchies() if hierarchies is None else hierarchies
+
+    @property
+    def mode(self) -> str:
+        """``v1``, ``v2`` or ``hybrid``."""
+        if "unified" not in self.hierarchies:
+            return "v1"
+        return "hybrid" if "memory" in self.hierarchies else "v2"
+
+    def _base(self, controller: str) -> Path:
+        return self.hierarchies.get(controller) or self.hierarchies.get("unified", Path("/nonexistent"))
+
+    def group(self, name: str, controller: str) -> Path:
+        """Return the folder of a sandbox's group for a controller."""
+        return self._base(controller) / self.parent / name
+
+    def names(self) -> set[str]:
+        """Return the names of all groups below the parent, in whatever hierarchy."""
+        found: set[str] = set()
+        for root in self.hierarchies.values():
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found.update(entry.name for entry in (root / self.parent).iterdir() if entry.is_dir())
+        return found
+
+    def pids(self, name: str) -> set[int]:
+        """Return the processes in a sandbox's groups."""
+        found: set[int] = set()
+        for root in self.hierarchies.values():
+            with contextlib.suppress(OSError):
+                found.update(map(int, (root / self.parent / name / "cgroup.procs").read_text().split()))
+        return found
+
+    def oom_kills(self, name: str) -> int:
+        """Return how many processes the kernel killed for the memory limit; 0 if there is no such group."""
+        if "memory" in self.hierarchies:
+            return _field(self.group(name, "memory") / "memory.oom_control", "oom_kill")
+        return _field(self.group(name, "memory") / "memory.events", "oom_kill")
+
+    def usage(self, name: str) -> Usage:
+        """Return the use of a sandbox.
+
+        Raises:
+            FileNotFoundError: there is no such group.
+        """
+        memory, pids = self.group(name, "memory"), self.group(name, "pids")
+        if "memory" in self.hierarchies:
+            return Usage(
+                memory_bytes=_number(memory / "memory.usage_in_bytes"),
+                memory_peak_bytes=_number(memory / "memory.max_usage_in_bytes"),
+                cpu_seconds=_number(self.group(name, "cpuacct") / "cpuacct.usage") / 1e9,
+                pids=_number(pids / "pids.current"),
+                oom_kills=self.oom_kills(name),
+                pids_refused=_field(pids / "pids.events", "max"),
+            )
+        peak = memory / "memory.peak"
+        return Usage(
+            memory_bytes=_number(memory / "memory.current"),
+            memory_peak_bytes=_number(peak) if peak.exists() else 0,
+            cpu_seconds=_field(self.group(name, "cpu") / "cpu.stat", "usage_usec") / 1e6,
+            pids=_number(pids / "pids.current"),
+            oom_kills=self.oom_kills(name),
+            pids_refused=_field(pids / "pids.events", "max"),
+        )
+
+    def remove(self, name: str) -> None:
+        """Remove a sandbox's groups in all hierarchies; blocks while the kernel still counts ended processes in them.
+
+        Raises:
+            OSError: a group stays busy.
+        """
+        for root in self.hierarchies.values():
+            _remove_tree(root / self.parent / name)
+
+    def remove_parent(self) -> None:
+        """Remove the parent, and what is above it if it is ours and empty."""
+        for root in self.hierarchies.values():
+            path = root / self.parent
+            while path != root:
+                try:
+                    path.rmdir()
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    break
+                path = path.parent
+
+
+def _remove_tree(group: Path) -> None:
+    deadline = time.monotonic() + BUSY_SECONDS
+    delay = 0.001
+    while True:
+        try:
+            os.rmdir(group)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in {errno.EBUSY, errno.ENOTEMPTY} or time.monotonic() > deadline:
+                raise
+            for child in _children(group):
+                _remove_tree(child)
+            # The kernel has no event for a v1 group that becomes removable.
+            time.sleep(delay)
+            delay = min(delay * 2, 0.05)
+        else:
+            return
+
+
+def _children(group: Path) -> Iterable[Path]:
+    try:
+        return [entry for entry in group.iterdir() if entry.is_dir()]
+    except FileNotFoundError:
+        return ()
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        text = os.read(fd, 4096).decode()
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
