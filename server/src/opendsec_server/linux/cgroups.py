@@ -128,7 +128,7 @@ def _remove_tree(group: Path) -> None:
     delay = 0.001
     while True:
         try:
-            os.rmdir(group)
+            group.rmdir()
         except FileNotFoundError:
             return
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -35,10 +36,8 @@ def is_dead(pidfd: int) -> bool:
 
 def kill(pidfd: int) -> None:
     """Send SIGKILL; an ended process is fine."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 async def wait_dead(pidfd: int) -> None:
@@ -47,9 +46,14 @@ async def wait_dead(pidfd: int) -> None:
     done = loop.create_future()
     # Several may wait for one process, and a loop knows one reader a descriptor: each waits on its own.
     own = os.dup(pidfd)
-    loop.add_reader(own, lambda: done.done() or done.set_result(None))
+    loop.add_reader(own, _settle, done)
     try:
         await done
     finally:
         loop.remove_reader(own)
         os.close(own)
+
+
+def _settle(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)

@@ -86,7 +86,7 @@ class OciConfig:
                 _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
                 _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=64k"),
                 _mount("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
-                _mount("/dev/shm", "tmpfs", "shm", "nosuid", "noexec", "nodev", "mode=1777", "size=65536k"),
+                _mount("/dev/shm", "tmpfs", "shm", "nosuid", "noexec", "nodev", "mode=1777", "size=65536k"),  # noqa: S108
                 _mount("/dev/mqueue", "mqueue", "mqueue", "nosuid", "noexec", "nodev"),
                 _mount("/sys", "sysfs", "sysfs", "nosuid", "noexec", "nodev", "ro"),
                 _mount(TOOLS_INSIDE, "bind", str(self._tools), "bind", "ro", "nosuid", "nodev"),
