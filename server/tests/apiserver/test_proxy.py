@@ -199,3 +199,10 @@ async def test_images_go_to_an_edge(api, edge):
         assert await response.read() == b'{"message":"done"}\n'
     assert edge.uploaded == 64 * 65536
     assert await api.json("GET", "/v1/images") == []
+
+
+async def test_head_is_refused_without_asking_the_edge(api, edge, box):
+    """No answer without a body is waited for."""
+    async with api.session.head(api.base + box) as response:
+        assert response.status == 404
+    assert not any(name.startswith("HEAD") for name in edge.seen)

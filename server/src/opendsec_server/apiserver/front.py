@@ -12,7 +12,7 @@ import time
 import structlog
 
 from opendsec.api import ids
-from opendsec.api.errors import Internal, PlatformError, Unavailable
+from opendsec.api.errors import Internal, NotFound, PlatformError, Unavailable
 from opendsec_server.apiserver.edge_client import EdgeClient
 from opendsec_server.apiserver.iam import Iam, Principal
 from opendsec_server.apiserver.metrics import ApiMetrics
@@ -103,6 +103,8 @@ class FrontDoor:
                 raise Unavailable("the apiserver is stopping", retry_after=1.0)  # noqa: TRY301
             edge = await self._edge_for(path)
             if edge is not None:
+                if scope["method"] == "HEAD":
+                    raise NotFound("HEAD is not served here: use GET")  # noqa: TRY301
                 return await forward(scope, receive, begun, edge)
             await self._handlers(scope, receive, begun)
         except PlatformError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import signal
 import sys
@@ -35,7 +36,7 @@ from opendsec_server.platform.logging import configure
 from opendsec_server.platform.serving import open_server
 
 #: How long requests under way may take to end after SIGTERM, in seconds.
-DRAIN_SECONDS = 10.0
+DRAIN_SECONDS = 5.0
 _log = structlog.get_logger(__name__)
 
 
@@ -60,6 +61,8 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    for folder in (config.data, config.run):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     database = await open_database(config.apiserver.database_url or sqlite_url(config.data / "iam.db"))
     clients: list[EdgeClient] = []
     try:
@@ -78,7 +81,11 @@ async def run(config: Config) -> None:
         front = build(iam, watcher, engine)
         watching = asyncio.create_task(watcher.run())
         try:
+            # What was made until now stays: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
             async with open_server(front, config.api_addresses, unix_mode=0o666):
+                _log.info("apiserver_ready", addresses=config.api_addresses, edges=[edge.address for edge in clients])
                 await stop.wait()
                 await front.drain(DRAIN_SECONDS)
         finally:

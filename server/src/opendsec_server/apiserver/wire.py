@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 client for the link between apiserver and edge.
 
 Every command of every sandbox passes this link, so its cost counts: a small exchange is one write, one future and one
-parsed head, a fraction of aiohttp's CPU (docs/decisions/0004-apiserver-http-client.md has the figures). Bodies of any size
+parsed head, a fraction of aiohttp's CPU (figures: docs/decisions/0004-apiserver-http-client.md). Bodies of any size
 stream both ways with backpressure. The peer is our own edge; sizes are bounded on read all the same.
 
 A connection goes ``idle → head → small | stream → idle``; whatever does not fit closes it. How it fails: before the
