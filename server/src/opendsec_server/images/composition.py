@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from opendsec.api.errors import InvalidArgument, UnsupportedCapability
 from opendsec.api.models import Image, ImageConfig, Layer
+from opendsec_server.core.validate import check_env
 from opendsec_server.images.interface import Environment
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-#: Config of a base made from Debian packages.
-DEBIAN_CONFIG = ImageConfig(env={"PATH": DEFAULT_PATH}, user="root", workdir="/")
+#: Config of a base that comes without one.
+DEFAULT_BASE_CONFIG = ImageConfig(env={"PATH": DEFAULT_PATH}, user="root", workdir="/")
 #: Most layers of an environment: their mount points must fit into one page of overlay options.
 MAX_LAYERS = 14
 #: Architectures a machine runs beside its own.
@@ -106,6 +107,20 @@ def merge_configs(layers: Sequence[Layer]) -> ImageConfig:
             workdir = config.workdir if config.workdir is not None else workdir
     env["PATH"] = path
     return ImageConfig(env=env, user=user, workdir=workdir)
+
+
+def check_config(config: ImageConfig) -> None:
+    """Check the config of a layer.
+
+    Raises:
+        InvalidArgument: an impossible variable name, user or working directory.
+    """
+    check_env(config.env)
+    user, workdir = config.user, config.workdir
+    if user is not None and (not user or len(user) > 256 or any(char in user for char in "\0\n/")):
+        raise InvalidArgument("user must be a name or an id, with :group if wanted", field="config.user")
+    if workdir is not None and (not workdir.startswith("/") or "\0" in workdir):
+        raise InvalidArgument("workdir must be an absolute path", field="config.workdir")
 
 
 def merge_path(upper: str, lower: str) -> str:

@@ -85,7 +85,7 @@ class LayerMounts(Protocol):
     """One file-backed EROFS mount per layer and node, shared by all sandboxes and counted."""
 
     def acquire(self, owner: str, digests: Sequence[str]) -> list[Path]:
-        """Mount what is not mounted and note ``owner`` as a user of each; returns mount points, base first. Blocking."""
+        """Mount what is not mounted and note ``owner`` as a user of each; returns mount points in order. Blocking."""
 
     def release(self, owner: str) -> None:
         """Forget ``owner``; a layer nobody uses is unmounted (possibly after a while, to stay warm). Blocking."""
@@ -95,3 +95,6 @@ class LayerMounts(Protocol):
 
     def mounted(self) -> list[str]:
         """Return the digests that are mounted."""
+
+    def unmount_idle(self, older_than_seconds: float = 0.0) -> list[str]:
+        """Unmount what nobody has used for that long; returns the digests. Blocking."""

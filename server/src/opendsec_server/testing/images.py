@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Literal, cast
 
 import msgspec
 from blake3 import blake3
@@ -15,10 +14,9 @@ from blake3 import blake3
 from opendsec.api import ids
 from opendsec.api.errors import Conflict, ImageUnavailable, InvalidArgument, PlatformError
 from opendsec.api.models import DebianSource, Image, ImageConfig, Layer
-from opendsec_server.images.composition import DEBIAN_CONFIG, compose_layers
+from opendsec_server.images.composition import DEFAULT_BASE_CONFIG, check_config, compose_layers
 from opendsec_server.images.interface import Environment, ProgressReport
-
-Kind = Literal["base", "workspace", "toolkit", "snapshot"]
+from opendsec_server.images.manifest import KINDS, check_kind
 
 
 class FakeImageStore:
@@ -45,14 +43,14 @@ class FakeImageStore:
     ) -> Image:
         """Put an image there; without ``content`` the reference itself stands for it."""
         name = _tag_name(reference)
-        if kind not in {"base", "workspace", "toolkit", "snapshot"}:
+        if kind not in KINDS:
             raise InvalidArgument(f"{kind!r} is no kind of layer")
-        config = config or (DEBIAN_CONFIG if kind == "base" else ImageConfig())
+        config = config or (DEFAULT_BASE_CONFIG if kind == "base" else ImageConfig())
         data = content if content is not None else name.encode()
         digest = f"blake3:{blake3(kind.encode() + msgspec.json.encode(config, order='sorted') + data).hexdigest()}"
         layer = Layer(
             digest=digest,
-            kind=cast("Kind", kind),
+            kind=kind,
             size=len(data),
             created_at=time.time(),
             config=config,
@@ -90,6 +88,8 @@ class FakeImageStore:
     ) -> Image:
         """Take the bytes for the content."""
         content = b"".join([chunk async for chunk in data])
+        if not content:
+            raise InvalidArgument("the tar is empty")
         return self._import(reference, content, kind, config, report)
 
     async def import_folder(
@@ -108,11 +108,14 @@ class FakeImageStore:
         report: ProgressReport,
     ) -> Image:
         """Take the request for the content."""
-        return self._import(reference, msgspec.json.encode(source), kind, config or DEBIAN_CONFIG, report)
+        return self._import(reference, msgspec.json.encode(source), kind, config, report)
 
     def _import(
         self, reference: str, content: bytes, kind: str, config: ImageConfig | None, report: ProgressReport
     ) -> Image:
+        check_kind(kind)
+        check_config(config or ImageConfig())
+        _tag_name(reference)
         report("importing", 0.0)
         if self.fail_imports is not None:
             raise self.fail_imports
