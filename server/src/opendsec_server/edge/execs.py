@@ -160,7 +160,7 @@ class Exec:
 class ExecTable:
     """All execs of one sandbox that are remembered."""
 
-    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "log", "running", "sandbox_id")
+    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "log", "oom_seen", "running", "sandbox_id")
 
     def __init__(
         self, sandbox_id: str, folder: Path, *, limit: int, head: int, kept: int, oom_kills: Callable[[str], int]
@@ -171,6 +171,8 @@ class ExecTable:
         self.running = 0
         self._kept = kept
         self._oom_kills = oom_kills
+        #: OOM kills in the sandbox that were known when a command last started or ended.
+        self.oom_seen = 0
         self._feeding: set[asyncio.Task[None]] | None = None
 
     # -- what happens to one exec --
@@ -186,7 +188,8 @@ class ExecTable:
 
     def ended(self, exec_: Exec, exit_: ExecExit) -> bool:
         """Store how the main process ended; tells whether that is on disk, so that chronus may forget it."""
-        killed = self._oom_kills(self.sandbox_id) > exec_.start.oom_kills
+        self.oom_seen = self._oom_kills(self.sandbox_id)
+        killed = self.oom_seen > exec_.start.oom_kills
         by_kill = exit_.signal == signals.SIGKILL or exit_.exit_code == 128 + signals.SIGKILL
         exec_.oom = killed and not exit_.timed_out and (by_kill or (self.running == 1 and exit_.exit_code != 0))
         exec_.exit = exit_
@@ -251,7 +254,8 @@ class ExecTable:
             Unavailable: too many commands run, or the node's disk is full.
         """
         self._make_room()
-        start = Start(spec=spec, at=time.time(), feeds=feeds, oom_kills=self._oom_kills(self.sandbox_id))
+        self.oom_seen = self._oom_kills(self.sandbox_id)
+        start = Start(spec=spec, at=time.time(), feeds=feeds, oom_kills=self.oom_seen)
         try:
             logged = self.log.append(start)
         except OSError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ import msgspec
 import structlog
 
 from opendsec.api.errors import Conflict, Internal, PlatformError, SandboxGone, Unavailable
-from opendsec.api.models import TERMINAL, Sandbox, State
+from opendsec.api.models import TERMINAL, CreateSandbox, Sandbox, State
 from opendsec_server.backends.protocol import Backend
 from opendsec_server.channel.interface import Channel
 from opendsec_server.core.machine import refusal
@@ -31,6 +32,10 @@ from opendsec_server.edge.journal import Journal, Row
 _log = structlog.get_logger(__name__)
 #: How long a request waits for a lost connection to be made again, in seconds.
 RECONNECT_SECONDS = 10.0
+#: A connection that lasted less than this is a sign that the next will not last either, in seconds.
+QUICK_BREAK_SECONDS = 1.0
+#: Stands for the requests of ended sandboxes in memory; the journal keeps the real one.
+_ANY_REQUEST = CreateSandbox(container_image="")
 
 
 class Life:
@@ -38,6 +43,7 @@ class Life:
 
     __slots__ = (
         "_acting",
+        "_breaks",
         "_lives",
         "_ready",
         "_watching",
@@ -63,6 +69,8 @@ class Life:
         self._acting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
+        #: Connections in a row that broke at once.
+        self._breaks = 0
 
     @property
     def record(self) -> Sandbox:
@@ -93,8 +101,16 @@ class Life:
         reason = refusal(self.record.state, state)
         if reason is not None:
             raise Conflict(f"sandbox {self.id} cannot become {state}: {reason.value}", state=self.record.state)
-        self.row.record = msgspec.structs.replace(self.record, state=state, **facts)
-        self._lives.journal.put(self.row)
+        before = self.record
+        self.row.record = msgspec.structs.replace(before, state=state, **facts)
+        try:
+            self._lives.journal.put(self.row)
+        except sqlite3.Error as error:
+            _log.error("journal_failed", sandbox=self.id, state=state, error=str(error))
+            if state != "stopping" and state not in TERMINAL:
+                self.row.record = before
+                raise Unavailable(f"the journal of the node cannot be written: {error}") from error
+            # Ending must work when the disk is full: it is what frees it.
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -112,7 +128,8 @@ class Life:
         self.last_used = time.time()
         if not self.row.claimed:
             self.row.claimed = True
-            self._lives.journal.put(self.row)
+            with contextlib.suppress(sqlite3.Error):
+                self._lives.journal.put(self.row)
 
     def gone(self) -> SandboxGone:
         """Return the error for a call that comes too late."""
@@ -192,7 +209,14 @@ class Life:
         if self.ending is not None:
             await channel.aclose()
             raise self.gone()
-        self.enter("running", running_at=time.time())
+        try:
+            self.enter("running", running_at=time.time())
+        except Unavailable as error:
+            await channel.aclose()
+            self._lives.release_request(self)
+            self.begin_end("failed", "create_failed", detail=error.message, is_infra=True)
+            await asyncio.shield(self.wait_end())
+            raise
         self.last_used = time.time()
         self.connected(channel)
 
@@ -203,19 +227,30 @@ class Life:
         self._announce()
 
     async def _watch(self, channel: Channel) -> None:
+        began = time.monotonic()
         await channel.wait_closed()
+        # A connection that breaks again at once is not made again in a tight loop.
+        self._breaks = self._breaks + 1 if time.monotonic() - began < QUICK_BREAK_SECONDS else 0
+        if self._breaks > 1:
+            await asyncio.sleep(min(0.01 * 2**self._breaks, 1.0))
         if self.ending is None:
             await self.reconnect()
+
+    def begin_reconnect(self) -> asyncio.Task[None]:
+        """Connect again in the background (after a restart of the edge)."""
+        self._watching = asyncio.create_task(self.reconnect())
+        return self._watching
 
     async def reconnect(self) -> None:
         """Connect again and attach to what runs, or end the life when pid 1 is dead."""
         delay = 0.01
         while self.ending is None:
+            channel = None
             try:
                 channel = await self._lives.backend.reconnect(self.id)
                 await self.execs.resume(channel)
             except SandboxGone:
-                oom = self._lives.backend.oom_kills(self.id) > 0
+                oom = self._lives.backend.oom_kills(self.id) > self.execs.oom_seen
                 self.begin_end(
                     "failed",
                     "oom" if oom else "chronus_lost",
@@ -225,6 +260,8 @@ class Life:
                 return
             except Exception as error:
                 _log.warning("reconnect_failed", sandbox=self.id, error=str(error))
+                if channel is not None:
+                    await channel.aclose()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 1.0)
             else:
@@ -278,7 +315,10 @@ class Life:
                 delay = min(delay * 2, 5.0)
         self.execs.close()
         final: Any = self.row.final or "stopped"
+        self.row.spec = None
         self.enter(final, ended_at=time.time(), last_used_at=self.last_used, limits_hit=limits_hit)
+        # Only the record is asked for from now on, and there may be many of them.
+        self.row.request = _ANY_REQUEST
         self._lives.ended(self)
 
     async def _limits_hit(self) -> list[str]:
@@ -300,9 +340,10 @@ class Life:
 
     async def detach(self) -> None:
         """Let go of it without ending it: the edge closes, the sandbox stays."""
-        for task in (self._watching,):
-            if task is not None:
-                task.cancel()
+        tasks = [task for task in (self._watching, self._acting, self.ending) if task is not None and not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if not self.is_over and self.ending is None and self.record.state == "running":
             self.row.record = msgspec.structs.replace(self.record, last_used_at=self.last_used)
             self._lives.journal.put(self.row)
@@ -319,12 +360,15 @@ class Lives:
         self.backend = backend
         self.by_id: dict[str, Life] = {}
         self.by_request: dict[str, Life] = {}
+        #: How many have not ended.
+        self.count = 0
         #: Called with each life that has ended.
         self.on_ended: Callable[[Life], None] = lambda _life: None
 
     def add(self, life: Life) -> None:
         """Remember a life."""
         self.by_id[life.id] = life
+        self.count += not life.is_over
         if life.record.request_id is not None:
             self.by_request[life.record.request_id] = life
 
@@ -345,6 +389,7 @@ class Lives:
 
     def ended(self, life: Life) -> None:
         """Tell that a life has ended."""
+        self.count -= 1
         self.on_ended(life)
 
     def live(self) -> Iterator[Life]:

@@ -39,7 +39,7 @@ class Reaper:
         if life.ending is not None:
             return None
         times = []
-        if record.ttl_running_stop is not None:
+        if record.ttl_running_stop is not None and record.state == "running":
             times.append((time.time() if not life.is_idle else life.last_used) + record.ttl_running_stop)
         if record.ttl_hard is not None:
             times.append(record.created_at + record.ttl_hard)

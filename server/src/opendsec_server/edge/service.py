@@ -20,7 +20,9 @@ from opendsec.api.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    OutcomeUnknown,
     PlatformError,
+    SandboxGone,
     Unavailable,
     UnsupportedCapability,
 )
@@ -42,6 +44,10 @@ from opendsec_server.platform.config import Config
 _log = structlog.get_logger(__name__)
 #: Sandboxes that are taken over at once after a restart.
 RECOVERIES = 16
+#: How long the start of the edge waits for one sandbox, in seconds; what is not done then goes on in the background.
+RECOVERY_SECONDS = 2.0
+#: Least time a lease has left after a restart, in seconds.
+RECOVERY_LEASE_SECONDS = 15.0
 
 
 class EdgeService:
@@ -95,20 +101,30 @@ class EdgeService:
             life.execs.recover()
         except (OSError, msgspec.MsgspecError):
             _log.exception("exec_log_unreadable", sandbox=life.id)
+        now = time.time()
+        work: asyncio.Task[None] | None = None
         if life.is_over:
             if life.id in present:
                 await self.backend.remove(life.id)
             life.execs.close()
         elif row.record.state == "stopping":
             life.resume_end()
-            await life.wait_end()
+            work = life.ending
         elif row.record.state in {"requested", "preparing"}:
+            # Its request id is free again: a repeated create starts afresh.
             self.lives.release_request(life)
             life.begin_end("failed", "node_restart", detail="the edge restarted during the create", is_infra=True)
-            await life.wait_end()
+            work = life.ending
         else:
-            await life.reconnect()
+            # While the edge was away nobody could use or claim it.
+            life.last_used = now
+            if row.lease_until is not None:
+                row.lease_until = max(row.lease_until, now + RECOVERY_LEASE_SECONDS)
+            work = life.begin_reconnect()
         self.reaper.watch(life)
+        if work is not None:
+            # One that does not answer or cannot be removed now must not keep the node from serving.
+            await asyncio.wait([work], timeout=RECOVERY_SECONDS)
 
     async def close(self) -> None:
         """Stop working; sandboxes run on for the next edge."""
@@ -154,8 +170,9 @@ class EdgeService:
             return known.record
         check_create(request)
         spec, digests = self._plan(request)
-        self.admission.check(sum(1 for _ in self.lives.live()))
+        self.admission.check(self.lives.count)
         life = self._begin(request, spec, digests)
+        self.reaper.watch(life)
         begun = time.perf_counter()
         await life.bring_up(lambda: self._start(spec))
         self.metrics.created(time.perf_counter() - begun)
@@ -345,16 +362,27 @@ class EdgeService:
                         exec_.exited(ExecExit(exit_code=126, start_error=error.message, stderr_bytes=len(message)))
                         exec_.closed()
                         break
-                    channel = await life.wait_channel()
+                    channel = await self._channel_again(life, exec_)
+        except (SandboxGone, OutcomeUnknown):
+            # ``lose_all`` or the next connection settles it.
+            raise
         except PlatformError:
-            if life.ending is None:
-                life.execs.abandon(exec_)
+            life.execs.abandon(exec_)
             raise
         finally:
             exec_.launching = False
         if stdin and not exec_.is_over:
             life.execs.feed(exec_, stdin, channel)
         return exec_
+
+    @staticmethod
+    async def _channel_again(life: Life, exec_: Exec) -> Channel:
+        try:
+            return await life.wait_channel()
+        except Unavailable as error:
+            raise OutcomeUnknown(
+                f"the connection to sandbox {life.id} broke while the command was started", exec=exec_.start.spec.id
+            ) from error
 
     async def kill_and_forget(self, sandbox_id: str, exec_id: str) -> None:
         """Kill a command's process tree if it runs, then forget the command."""
