@@ -14,8 +14,9 @@ pub struct Config {
     pub null: OwnedFd,
     /// `/proc`, held open from before any workload ran.
     pub proc: Option<OwnedFd>,
-    /// This process has an OOM score that children must not inherit.
-    pub oom_score_set: bool,
+    /// Children are to be killed before this process when memory runs out (and before the host's own processes). A host
+    /// that may not lower scores (no `CAP_SYS_RESOURCE`) can still raise the children's.
+    pub spare_from_oom: bool,
     /// Number of supplementary groups of this process.
     pub groups: usize,
     /// Random name of this life of chronus.

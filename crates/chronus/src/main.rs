@@ -69,7 +69,7 @@ fn prepare(arguments: Arguments) -> Result<server::Server, String> {
         // An empty directory is no process file system.
         sys::open_at(proc.as_raw_fd(), c"self/stat", libc::O_RDONLY, 0).is_ok()
     });
-    let oom_score_set = std::fs::read("/proc/self/oom_score_adj").is_ok_and(|score| score != b"0\n");
+    let spare_from_oom = std::process::id() == 1;
     let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
     let _ = sys::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0);
     sys::umask(0o022);
@@ -91,7 +91,7 @@ fn prepare(arguments: Arguments) -> Result<server::Server, String> {
         child_caps: arguments.child_caps,
         null,
         proc,
-        oom_score_set,
+        spare_from_oom,
         groups: sys::group_count(),
         boot_id: random.iter().map(|byte| format!("{byte:02x}")).collect(),
     };

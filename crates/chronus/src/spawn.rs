@@ -262,10 +262,10 @@ pub fn spawn(config: &Config, command: &ExecStart<'_>) -> Result<Spawned, Refusa
 
 /// In the child: make this process an ordinary one of the sandbox. Also used by helpers.
 pub fn leave_privileges(config: &Config) {
-    if config.oom_score_set {
+    if config.spare_from_oom {
         if let Some(proc) = &config.proc {
             if let Ok(file) = sys::open_at(proc.as_raw_fd(), c"self/oom_score_adj", libc::O_WRONLY, 0) {
-                let _ = sys::write(&file, b"0");
+                let _ = sys::write(&file, b"500");
             }
         }
     }

@@ -57,6 +57,9 @@ def exec_spec(request: ExecRequest, sandbox: SandboxSpec) -> ExecSpec:
         )
     cwd = request.cwd or config.workdir or "/"
     user = request.user or config.user or "0"
+    if user == "root":
+        # An image without /etc/passwd has this user too.
+        user = "0"
     if not cwd.startswith("/") or "\0" in cwd:
         raise InvalidArgument("cwd must be an absolute path", field="cwd")
     if "\0" in user or "\n" in user or len(user) > 256:

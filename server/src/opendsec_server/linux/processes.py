@@ -9,6 +9,17 @@ import select
 import signal
 from pathlib import Path
 
+CAP_SYS_RESOURCE = 24
+
+
+def has_capability(number: int) -> bool:
+    """Tell whether this process holds a capability."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            return bool(int(value, 16) >> number & 1)
+    return False
+
 
 def in_cgroup(pid: int, group: str) -> bool:
     """Tell whether a process lives in a cgroup whose path ends in ``group``; False if there is no such process."""

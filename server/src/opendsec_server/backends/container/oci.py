@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 
 from opendsec_server.backends.container.seccomp import profile
 from opendsec_server.core.spec import SandboxSpec
+from opendsec_server.linux.processes import CAP_SYS_RESOURCE, has_capability
 
 #: Where chronus and the static shells are inside; nothing else of ours is visible there.
 TOOLS_INSIDE = "/.opendsec"
@@ -58,11 +60,15 @@ class OciConfig:
         self._tools = tools
         self._cgroup_parent = cgroup_parent
         self._limit_swap = limit_swap
+        # Without CAP_SYS_RESOURCE (a host that is a container itself) neither can be more than this process has.
+        privileged = has_capability(CAP_SYS_RESOURCE)
+        self._oom_score = {"oomScoreAdj": -1000} if privileged else {}
+        self._max_open_files = 2**20 if privileged else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         self._seccomp = msgspec.Raw(_encode(profile(os.uname().machine)))
 
     def render(self, spec: SandboxSpec, hosts: Path) -> bytes:
         """Return ``config.json`` for a sandbox."""
-        open_files = spec.limits.open_files or _OPEN_FILES
+        open_files = min(spec.limits.open_files or _OPEN_FILES, self._max_open_files)
         capabilities = list(CAPABILITIES)
         config = {
             "ociVersion": "1.0.2",
@@ -75,7 +81,7 @@ class OciConfig:
                 "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
                 "cwd": "/",
                 "noNewPrivileges": not spec.allow_new_privileges,
-                "oomScoreAdj": -1000,
+                **self._oom_score,
                 "capabilities": {"bounding": capabilities, "effective": capabilities, "permitted": capabilities},
                 "rlimits": [
                     {"type": "RLIMIT_NOFILE", "soft": open_files, "hard": open_files},
