@@ -277,7 +277,7 @@ async def test_calls_of_later_issues_are_refused_with_a_type(sandbox):
             await call()
     with pytest.raises(UnsupportedCapability):
         await sandbox.set_network_rules({"pypi": True})
-    assert (await sandbox.set_network_rules({"npm": False})).state == "running"
+    await sandbox.set_network_rules({"npm": False})
 
 
 async def test_metrics(sandbox):

@@ -69,6 +69,9 @@ async def test_errors_are_typed(server, sandbox):
     server.end_sandbox(sandbox.id)
     with pytest.raises(SandboxGone):
         await sandbox.files.exists("/tmp")
+    server.sandboxes.clear()
+    with pytest.raises(NotFound):
+        await sandbox.files.exists("/tmp")
 
 
 async def test_streams_both_ways(server, sandbox):

@@ -48,6 +48,27 @@ async def test_a_broken_stream_is_taken_up_without_loss_or_repetition(server, sa
     assert server.seen["GET /v1/sandboxes/*/execs/*/output"] >= 5
 
 
+async def test_a_silent_command_is_followed_for_as_long_as_it_takes(server, client, sandbox, monkeypatch):
+    """A stream without a byte is attached again and again: silence is no failure."""
+    original = client._transport.stream
+    monkeypatch.setattr(client._transport, "stream", lambda *args, **more: original(*args, **{**more, "idle": 0.01}))
+    client._transport.retry_seconds = 0.0
+    gate = asyncio.Event()
+
+    @server.on_command
+    async def quiet(command):
+        await gate.wait()
+        command.write("at last")
+        return 0
+
+    process = await sandbox.start("quiet")
+    task = asyncio.create_task(anext(aiter(process)))
+    while server.seen["GET /v1/sandboxes/*/execs/*/output"] < 3:
+        await asyncio.sleep(0.001)
+    gate.set()
+    assert (await task).text == "at last"
+
+
 async def test_stdin_is_streamed_and_ended(sandbox):
     """What is written comes back from ``cat``, which ends when its input ends."""
     process = await sandbox.start(["cat"], stdin=True)

@@ -145,9 +145,9 @@ class Files:
         """Tell whether something (also a dangling link) is at a path."""
         try:
             await self.stat(path, user=user)
-        except NotFound as error:
-            if error.detail.get("sandbox_id") and not error.detail.get("path"):
-                raise
+        except NotFound:
+            # Or is it the sandbox that is not there?
+            await self._core.transport.call("GET", self._base.removesuffix("/files"))
             return False
         return True
 

@@ -14,6 +14,7 @@ from opendsec._core import Core
 from opendsec._execs import Execs
 from opendsec._results import ExecResult, OutputEvent
 from opendsec._retry import may_repeat
+from opendsec._transport import Silence
 from opendsec.api.errors import Conflict, NotFound, PlatformError
 from opendsec.api.models import Exec, Signal
 
@@ -77,6 +78,8 @@ class Process:
                         attempt = 0
                         if event is not None:
                             yield event
+            except Silence:
+                continue  # the command says nothing: attach again, which also tells whether it is still there
             except PlatformError as error:
                 if not may_repeat(error, idempotent=True):
                     raise

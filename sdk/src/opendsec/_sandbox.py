@@ -287,7 +287,7 @@ class Sandbox:
         Raises:
             UnsupportedCapability: the platform cannot do it yet.
         """
-        return await self._change("POST", "/pause")
+        return await self._change("/pause")
 
     async def resume(self) -> SandboxInfo:
         """Let a paused sandbox go on.
@@ -295,7 +295,7 @@ class Sandbox:
         Raises:
             UnsupportedCapability: the platform cannot do it yet.
         """
-        return await self._change("POST", "/resume")
+        return await self._change("/resume")
 
     async def pack_diff(self, reference: str) -> Image:
         """Freeze what was changed since the sandbox began as a new layer with a name.
@@ -317,7 +317,7 @@ class Sandbox:
         answer = await self._core.transport.call("POST", f"{self._target}/fork", body, idle=_CHANGE_IDLE)
         return Sandbox(self._core, _info.decode(answer))
 
-    async def set_network_rules(self, rules: Mapping[str, bool]) -> SandboxInfo:
+    async def set_network_rules(self, rules: Mapping[str, bool]) -> None:
         """Replace the network rules.
 
         Args:
@@ -326,10 +326,9 @@ class Sandbox:
         Raises:
             UnsupportedCapability: a rule is ``True``, which the platform cannot enforce yet.
         """
-        body = msgspec.json.encode({"network_rules": dict(rules)})
-        return await self._change("PUT", "/network", body)
+        await self._core.transport.call("PUT", f"{self._target}/network", msgspec.json.encode(dict(rules)))
 
-    async def _change(self, method: str, what: str, body: bytes | None = None) -> SandboxInfo:
-        answer = await self._core.transport.call(method, self._target + what, body, idle=_CHANGE_IDLE)
+    async def _change(self, what: str) -> SandboxInfo:
+        answer = await self._core.transport.call("POST", self._target + what, idle=_CHANGE_IDLE)
         self.info = _info.decode(answer)
         return self.info

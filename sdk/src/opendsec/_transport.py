@@ -51,6 +51,10 @@ Body = bytes | AsyncIterator[bytes] | None
 _errors = msgspec.json.Decoder(ErrorBody)
 
 
+class Silence(OutcomeUnknown):
+    """No byte came for the idle time of a stream; it is attached anew."""
+
+
 def error_of(status: int, body: bytes) -> PlatformError:
     """Return the error that an answer stands for."""
     try:
@@ -126,6 +130,8 @@ def _mapped(error: BaseException, where: str) -> PlatformError:
     if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "no answer"
         return Unavailable(f"no server answers at {where}: {reason.lower()}", address=where)
+    if isinstance(error, aiohttp.SocketTimeoutError):
+        return Silence(f"no byte came from {where} for long", address=where)
     if isinstance(error, aiohttp.InvalidURL):
         return InvalidArgument(f"{where} is not a usable address")
     return OutcomeUnknown(f"the connection to {where} broke: {str(error) or type(error).__name__}", address=where)

@@ -374,7 +374,7 @@ class Sandbox(MirrorBlock[_sandbox.Sandbox]):
         """
         return Sandbox(portal.run(self._inner.fork()))
 
-    def set_network_rules(self, rules: Mapping[str, bool]) -> SandboxInfo:
+    def set_network_rules(self, rules: Mapping[str, bool]) -> None:
         """Replace the network rules.
 
         Args:
@@ -383,7 +383,7 @@ class Sandbox(MirrorBlock[_sandbox.Sandbox]):
         Raises:
             UnsupportedCapability: a rule is ``True``, which the platform cannot enforce yet.
         """
-        return portal.run(self._inner.set_network_rules(rules))
+        portal.run(self._inner.set_network_rules(rules))
 
 
 # A method named ``list`` hides the type inside its class.

@@ -384,9 +384,9 @@ class FakeServer:
         raise UnsupportedCapability(f"{request.match_info['action']} is not available yet")
 
     async def _network(self, request: web.Request) -> web.Response:
-        box = self._live_box(request)
-        _check_rules(msgspec.json.decode(await request.read(), type=dict[str, dict[str, bool]])["network_rules"])
-        return _json(box.info)
+        self._live_box(request)
+        _check_rules(msgspec.json.decode(await request.read(), type=dict[str, bool]))
+        return web.Response(status=204)
 
     def _box(self, request: web.Request) -> FakeSandbox:
         box = self.sandboxes.get(request.match_info["id"])
