@@ -129,8 +129,9 @@ class ExecHandler:
                 _settle(self.ready, None)
         elif kind == codec.CLOSED:
             self._connection.release_exec(self)
-            self._wake()
             self._tell("closed")
+            self._sink = None
+            self._wake()
         elif kind == codec.CREDIT:
             self._stdin_window = min(self._stdin_window + codec.decode_number(payload), codec.STDIN_WINDOW)
             self._wake()

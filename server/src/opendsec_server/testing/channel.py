@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import socket
@@ -12,12 +13,14 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 from opendsec_server.channel.client import connect
-from opendsec_server.channel.interface import Channel, ExecExit
+from opendsec_server.channel.interface import Channel, ExecExit, ExecSpec
 
 _ROOT = Path(__file__).resolve().parents[4]
 _TARGET = "x86_64-unknown-linux-musl"
+_ids = itertools.count()
 
 
 @functools.cache
@@ -52,6 +55,7 @@ def running_chronus(*, pid_namespace: bool = False, arguments: tuple[str, ...] =
     """
     with tempfile.TemporaryDirectory(prefix="chronus-") as folder:
         base = Path(folder)
+        base.chmod(0o755)
         tools = base / "tools"
         tools.mkdir()
         for name in ("sh", "bash"):
@@ -161,3 +165,26 @@ class RecordingSink:
         await self.wait_for("exited")
         assert self.exit is not None
         return self.exit
+
+
+def spec(*argv: bytes | str, **fields: Any) -> ExecSpec:
+    """A command with a small environment and a fresh id."""
+    fields.setdefault("id", f"ex-{next(_ids)}")
+    fields.setdefault("env", {"PATH": "/usr/bin:/bin"})
+    fields.setdefault("cwd", "/")
+    fields.setdefault("user", "0")
+    return ExecSpec(argv=[a.encode() if isinstance(a, str) else a for a in argv], **fields)
+
+
+def shell(line: str, **fields: Any) -> ExecSpec:
+    """A shell line."""
+    return spec("@sh", "-c", line, **fields)
+
+
+async def run(channel: Channel, command: ExecSpec) -> RecordingSink:
+    """Run a command to the end of its output."""
+    sink = RecordingSink()
+    await channel.exec_start(command, sink)
+    await sink.wait_for("closed")
+    channel.exec_forget(command.id)
+    return sink
