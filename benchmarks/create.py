@@ -16,7 +16,6 @@ from floor import Floor
 from floor_spec import layer_file, oci_spec
 
 from opendsec import DSecClient
-from opendsec_server import tools
 
 CONCURRENCY = 8
 
@@ -58,7 +57,7 @@ async def main() -> None:
     with node.server() as local:
         async with node.client_of(local) as client:
             digest = (await client.images.resolve(node.IMAGE)).layer.digest
-            with Floor(layer_file(local, digest), tools.locate(local.config), oci_spec(local), CONCURRENCY) as floor:
+            with Floor(layer_file(local, digest), oci_spec(local), CONCURRENCY) as floor:
                 await first_commands(client, 5)
                 floor.run()
                 ours: list[float] = []

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from opendsec_server.linux.mounts import bind, mount, mount_erofs, umount
+from opendsec_server.linux.mounts import mount, mount_erofs, umount
 
 
 class Floor:
@@ -25,14 +25,12 @@ class Floor:
 
     Args:
         image: EROFS image of the layer.
-        tools: folder of the static shell, bound read-only to ``/.opendsec`` as in a sandbox.
-        spec: an OCI configuration; root, command and cgroup are replaced.
+        spec: the OCI configuration of a sandbox; root, command and cgroup are replaced.
         slots: how many may run at once.
     """
 
-    def __init__(self, image: Path, tools: Path, spec: dict[str, Any], slots: int) -> None:
+    def __init__(self, image: Path, spec: dict[str, Any], slots: int) -> None:
         self._image = image
-        self._tools = tools
         self._spec = spec
         self._slots = slots
         self._mounts: list[Path] = []
@@ -70,9 +68,6 @@ class Floor:
         options = f"lowerdir={layer},upperdir={bundle}/upper,workdir={bundle}/work"
         mount("overlay", bundle / "rootfs", "overlay", data=options)
         self._mounts.append(bundle / "rootfs")
-        (bundle / "rootfs/.opendsec").mkdir(exist_ok=True)
-        bind(self._tools, bundle / "rootfs/.opendsec", True)
-        self._mounts.append(bundle / "rootfs/.opendsec")
         spec = json.loads(json.dumps(self._spec))
         spec["root"] = {"path": "rootfs"}
         spec["process"]["args"] = ["/.opendsec/sh", "-c", "true"]

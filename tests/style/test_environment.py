@@ -12,6 +12,7 @@ ALLOWED = {
     "server/src/opendsec_server/supervisor.py": "passes it on to the programs it starts",
     "server/src/opendsec_server/commands/serving.py": "passes it on to the program it becomes",
     "server/src/opendsec_server/testing/local.py": "passes it on to the server it starts",
+    "server/src/opendsec_server/backends/container/scratch.py": "passes it on to the tools it starts",
     "sdk/src/opendsec/_endpoint.py": "address and key of the platform",
 }
 
