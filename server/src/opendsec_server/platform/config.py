@@ -6,6 +6,7 @@ Precedence, lowest first: defaults here, the TOML file (``--config`` or ``OPENDS
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tomllib
 from pathlib import Path
@@ -84,7 +85,7 @@ class Config(Section, frozen=True):
     run_dir: str = "/run/opendsec"
     #: Folder of chronus and the static shells; empty: the installed default.
     tools_dir: str = ""
-    #: Parent of our cgroups, relative to each hierarchy; empty: ``opendsec/<node>``.
+    #: Parent of our cgroups, relative to each hierarchy; empty: ``opendsec/<node>-<hash of data_dir>``.
     cgroup_parent: str = ""
     #: ``debug``, ``info``, ``warning``, ``error``.
     log_level: str = "info"
@@ -114,8 +115,11 @@ class Config(Section, frozen=True):
 
     @property
     def cgroup(self) -> str:
-        """Parent of our cgroups in each hierarchy."""
-        return self.cgroup_parent or f"opendsec/{self.edge.node}"
+        """Parent of our cgroups in each hierarchy; two nodes on one machine never share it."""
+        if self.cgroup_parent:
+            return self.cgroup_parent
+        place = hashlib.blake2b(os.path.abspath(self.data_dir).encode(), digest_size=4).hexdigest()
+        return f"opendsec/{self.edge.node}-{place}"
 
     @property
     def tools(self) -> Path:
