@@ -118,7 +118,7 @@ class Config(Section, frozen=True):
         """Parent of our cgroups in each hierarchy; two nodes on one machine never share it."""
         if self.cgroup_parent:
             return self.cgroup_parent
-        place = hashlib.blake2b(os.path.abspath(self.data_dir).encode(), digest_size=4).hexdigest()
+        place = hashlib.blake2b(bytes(Path(self.data_dir).resolve()), digest_size=4).hexdigest()
         return f"opendsec/{self.edge.node}-{place}"
 
     @property
