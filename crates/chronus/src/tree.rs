@@ -4,7 +4,7 @@
 //! main process began, or if its environment carries the exec's id. No single sign is enough: a daemon leaves its
 //! parent and session, a cleaned environment loses the id.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -27,6 +27,7 @@ struct Process {
     parent: Pid,
     session: Pid,
     ended: bool,
+    stopped: bool,
 }
 
 /// Parse `/proc/<pid>/stat`; the command name may hold any byte, also `)`.
@@ -43,6 +44,7 @@ fn parse_stat(pid: Pid, text: &[u8]) -> Option<Process> {
         parent,
         session,
         ended: matches!(state, "Z" | "X" | "x"),
+        stopped: matches!(state, "T" | "t"),
     })
 }
 
@@ -76,7 +78,10 @@ fn is_marked(dir: &OwnedFd, id: &str, buf: &mut [u8]) -> bool {
         .any(|entry| entry.strip_prefix(EXEC_ID).and_then(|rest| rest.strip_prefix(b"=")) == Some(id.as_bytes()))
 }
 
-fn scan(proc: &OwnedFd, marks: &Marks<'_>) -> io::Result<BTreeSet<Pid>> {
+/// Processes, each with whether it is stopped.
+type Members = BTreeMap<Pid, bool>;
+
+fn scan(proc: &OwnedFd, marks: &Marks<'_>) -> io::Result<Members> {
     let listing = sys::open_at(proc.as_raw_fd(), c".", libc::O_RDONLY | libc::O_DIRECTORY, 0)?;
     let own = std::process::id() as Pid;
     let mut buf = vec![0; 32 * 1024];
@@ -118,10 +123,8 @@ fn scan(proc: &OwnedFd, marks: &Marks<'_>) -> io::Result<BTreeSet<Pid>> {
             break;
         }
     }
-    for process in others.iter().filter(|process| process.ended) {
-        members.remove(&process.pid);
-    }
-    Ok(members)
+    let live = others.iter().filter(|p| !p.ended && members.contains(&p.pid));
+    Ok(live.map(|process| (process.pid, process.stopped)).collect())
 }
 
 /// Without `/proc` only the session tells.
@@ -134,12 +137,17 @@ fn scan_blind(marks: &Marks<'_>) -> BTreeSet<Pid> {
     members
 }
 
-/// Return the live processes of an exec.
-pub fn members(config: &Config, marks: &Marks<'_>) -> BTreeSet<Pid> {
+/// Live processes of an exec, each with whether it is stopped.
+fn find(config: &Config, marks: &Marks<'_>) -> Members {
     match config.proc.as_ref().map(|proc| scan(proc, marks)) {
         Some(Ok(members)) => members,
-        _ => scan_blind(marks),
+        _ => scan_blind(marks).into_iter().map(|pid| (pid, true)).collect(),
     }
+}
+
+/// Return the live processes of an exec.
+pub fn members(config: &Config, marks: &Marks<'_>) -> BTreeSet<Pid> {
+    find(config, marks).into_keys().collect()
 }
 
 /// Send a signal to all processes of an exec and return how many there were.
@@ -162,25 +170,29 @@ pub fn terminate(config: &Config, marks: &Marks<'_>) -> usize {
     members.len()
 }
 
-/// One round of killing: stop until nothing new appears, so that nothing can fork away, then kill.
-/// Returns how many were found; 0 means that all are gone.
-pub fn kill_round(config: &Config, marks: &Marks<'_>) -> usize {
-    let mut stopped = BTreeSet::new();
-    for _ in 0..8 {
-        let found = members(config, marks);
-        let fresh: Vec<Pid> = found.difference(&stopped).copied().collect();
-        if fresh.is_empty() {
+/// One round of killing: stop all until none runs that could fork away, then kill all.
+///
+/// Stopped processes keep their places under the process limit, so a fork bomb runs dry. `patience` is how many scans
+/// may find running ones before killing begins all the same. Returns how many were found; 0 means that all are gone.
+pub fn kill_round(config: &Config, marks: &Marks<'_>, patience: u32) -> usize {
+    let mut members = find(config, marks);
+    for _ in 0..patience {
+        let mut running = false;
+        for (pid, stopped) in &members {
+            if !stopped {
+                running = true;
+                let _ = sys::kill(*pid, libc::SIGSTOP);
+            }
+        }
+        if !running {
             break;
         }
-        for pid in fresh {
-            let _ = sys::kill(pid, libc::SIGSTOP);
-            stopped.insert(pid);
-        }
+        members = find(config, marks);
     }
-    for pid in &stopped {
+    for pid in members.keys() {
         let _ = sys::kill(*pid, libc::SIGKILL);
     }
-    stopped.len()
+    members.len()
 }
 
 #[cfg(test)]

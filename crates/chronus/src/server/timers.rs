@@ -49,7 +49,7 @@ impl Server {
         }
         if let Stop::Killing(at, pause) = exec.stop {
             if at <= now {
-                exec.stop = match tree::kill_round(&self.config, &marks(exec)) {
+                exec.stop = match tree::kill_round(&self.config, &marks(exec), 20) {
                     0 => Stop::No,
                     _ => Stop::Killing(now + pause, (pause * 2).min(200 * MS)),
                 };
