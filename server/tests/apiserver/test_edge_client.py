@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendsec.api.errors import Internal, NotFound, Unavailable
+from opendsec.api.errors import Internal, NotFound, OutcomeUnknown, Unavailable
 from opendsec.api.models import Node, Sandbox
-from opendsec_server.apiserver.edge_client import EdgeClient, LinkBroke, OutcomeUnknown, head_of
+from opendsec_server.apiserver.edge_client import EdgeClient, LinkBroke, head_of
 from opendsec_server.apiserver.wire import SMALL_BYTES, Broken, Connection, NotConnected
 from opendsec_server.testing.edge import SimulatedEdge
 
@@ -240,7 +240,7 @@ async def test_a_break_after_the_request_says_what_is_known(edge, client):
     with pytest.raises(OutcomeUnknown) as unsafe:
         await client.request("POST", "/v1/sandboxes", b'{"container_image":"a"}', idempotent=False)
     body = unsafe.value.body()
-    assert (body.code, body.retryable, body.detail["outcome"]) == ("unavailable", False, "unknown")
+    assert (body.code, body.retryable, body.detail["outcome"]) == ("outcome_unknown", False, "unknown")
 
 
 async def test_a_cancelled_call_closes_its_connection(edge, client):

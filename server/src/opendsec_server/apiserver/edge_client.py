@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from opendsec.api.errors import ErrorBody, Internal, PlatformError, Unavailable, from_body
+from opendsec.api.errors import ErrorBody, Internal, OutcomeUnknown, PlatformError, Unavailable, from_body
 from opendsec_server.apiserver.wire import Answer, Broken, Connection, Headers, NotConnected
 
 T = TypeVar("T")
@@ -29,12 +29,6 @@ _IDLE_SECONDS = 10.0
 _FIRST_DELAY, _DELAY_GROWTH, _MAX_DELAY = 0.005, 1.5, 0.1
 #: Connections being made at once: a burst must not overflow the edge's listen queue.
 _CONNECTING = 32
-
-
-class OutcomeUnknown(Unavailable):
-    """The link broke after the request was sent, and repeating the request could do it twice."""
-
-    retryable: ClassVar[bool] = False
 
 
 class LinkBroke(Unavailable):

@@ -16,9 +16,9 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from opendsec.api import ids
-from opendsec.api.errors import CapacityUnavailable, Internal, NotFound, PlatformError, TryAgain
+from opendsec.api.errors import CapacityUnavailable, Internal, NotFound, OutcomeUnknown, PlatformError, TryAgain
 from opendsec.api.models import Claim, CreateSandbox, Job, JobStopped, Node, Sandbox, State
-from opendsec_server.apiserver.edge_client import EdgeClient, LinkBroke, OutcomeUnknown
+from opendsec_server.apiserver.edge_client import EdgeClient, LinkBroke
 from opendsec_server.apiserver.watcher import Watcher
 from opendsec_server.core.validate import check_create
 from opendsec_server.placement import Demand, Placement, PlacementEngine, demand_of
