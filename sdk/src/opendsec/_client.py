@@ -96,11 +96,10 @@ class DSecClient:
     async def _probe(self, timeout: float) -> None:
         clock = asyncio.get_running_loop().time
         deadline, attempt = clock() + timeout, 0
-        url = self._transport.url("/healthz")
         while True:
             attempt += 1
             try:
-                await self._transport.send("GET", url)
+                await self._transport.send("GET", "/healthz")
             except PlatformError as error:
                 if "address" not in error.detail:
                     return  # a server answers, only not all of it is up: calls wait as long as they may

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 import msgspec
-from yarl import URL
 
 from opendsec._core import Core
 from opendsec._results import ExecResult
@@ -42,13 +41,12 @@ _exec = msgspec.json.Decoder(Exec)
 class Execs:
     """Commands of one sandbox."""
 
-    __slots__ = ("_core", "sandbox_id", "target", "url")
+    __slots__ = ("_core", "sandbox_id", "target")
 
     def __init__(self, core: Core, sandbox_id: str) -> None:
         self._core = core
         self.sandbox_id = sandbox_id
         self.target = f"/v1/sandboxes/{sandbox_id}/execs"
-        self.url: URL = core.transport.url(self.target)
 
     async def run(self, request: ExecRequest, *, check: bool, detach: bool) -> ExecResult:
         """Run a command to its end.
@@ -68,7 +66,7 @@ class Execs:
             body = _encode(request)
             transport = self._core.transport
             try:
-                answer = await transport.send("POST", self.url, body, idle=wait + IDLE_SECONDS)
+                answer = await transport.send("POST", self.target, body, idle=wait + IDLE_SECONDS)
             except PlatformError as error:
                 answer = await self._again(error, body, wait, deadline)
             result = _result.decode(answer)
@@ -84,7 +82,7 @@ class Execs:
         """Repeat the start of a command: the id makes it the same command."""
         if not may_repeat(error, idempotent=True):
             raise error
-        return await self._core.transport.call("POST", self.url, body, deadline=deadline, idle=wait + IDLE_SECONDS)
+        return await self._core.transport.call("POST", self.target, body, deadline=deadline, idle=wait + IDLE_SECONDS)
 
     async def wait(self, exec_id: str, deadline: float | None, last: ExecResult | None = None) -> ExecResult:
         """Return the result once the command has ended.
@@ -120,7 +118,7 @@ class Execs:
 
     async def start(self, request: ExecRequest) -> Exec:
         """Start a command and return at once."""
-        return _exec.decode(await self._core.transport.call("POST", self.url, _encode(request)))
+        return _exec.decode(await self._core.transport.call("POST", self.target, _encode(request)))
 
     async def get(self, exec_id: str) -> Exec:
         """Return what is known of a command, without its output."""

@@ -199,7 +199,7 @@ class Sandbox:
 
     async def execs(self) -> list[Exec]:
         """Return the commands of this sandbox, running and ended, that are still on record."""
-        return _execs.decode(await self._core.transport.call("GET", self._execs.url))
+        return _execs.decode(await self._core.transport.call("GET", self._execs.target))
 
     # -- trees -----------------------------------------------------------------------------------------------------
 

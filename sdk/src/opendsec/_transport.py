@@ -1,6 +1,8 @@
-"""HTTP to the platform: one session, typed errors, repeats where they are safe, no total time limit on streams.
+"""HTTP to the platform: typed errors, repeats where they are safe, no total time limit on streams.
 
-Every failure of the HTTP library is mapped here and nowhere else:
+Small exchanges take the fast lane (``_lane``) unless there is TLS; all else goes through one session of the HTTP
+library.
+Every failure of either is mapped here and nowhere else:
 
 * no connection could be made: ``Unavailable`` (nothing happened),
 * it broke, or no byte came for the idle time, after the request was sent: ``OutcomeUnknown``,
@@ -21,6 +23,7 @@ import msgspec
 from yarl import URL
 
 from opendsec._endpoint import Endpoint
+from opendsec._lane import Broken, ConnectFailed, Lane, Silent
 from opendsec._retry import backoff, may_repeat
 from opendsec._version import __version__
 from opendsec.api.errors import (
@@ -127,10 +130,10 @@ class Stream:
 def _mapped(error: BaseException, where: str) -> PlatformError:
     if isinstance(error, PlatformError):
         return error
-    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ConnectFailed)):
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "no answer"
         return Unavailable(f"no server answers at {where}: {reason.lower()}", address=where)
-    if isinstance(error, aiohttp.SocketTimeoutError):
+    if isinstance(error, (aiohttp.SocketTimeoutError, Silent)):
         return Silence(f"no byte came from {where} for long", address=where)
     if isinstance(error, aiohttp.InvalidURL):
         return InvalidArgument(f"{where} is not a usable address")
@@ -149,6 +152,7 @@ class Transport:
         self.endpoint = endpoint
         self.retry_seconds = retry_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._lane: Lane | None = None
         self._headers: dict[str, str] = {}
 
     @property
@@ -177,31 +181,54 @@ class Transport:
         )
         # The library would repeat any PUT and DELETE; an append, say, must not be. Repeats are decided here.
         self._session._retry_connection = False
+        base = URL(self.endpoint.base)
+        if base.scheme == "http" and base.path in ("", "/"):
+            lines = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
+            self._lane = Lane(self.endpoint.socket, base.host or "localhost", base.port or 80, lines)
 
     async def aclose(self) -> None:
         """Close all connections."""
         session, self._session = self._session, None
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
         if session is not None:
             await session.close()
 
-    def url(self, target: str) -> URL:
-        """Return the URL of a target whose path and query are already encoded; building one is costly, so keep it."""
-        return URL(self.endpoint.base + target, encoded=True)
-
     # -- small exchanges -------------------------------------------------------------------------------------------
 
-    async def send(self, method: str, url: URL, body: Body = None, *, idle: float = IDLE_SECONDS) -> bytes:
+    async def send(self, method: str, target: str, body: bytes = b"", *, idle: float = IDLE_SECONDS) -> bytes:
         """Send one request once and return the body of the answer.
+
+        Args:
+            method: HTTP method.
+            target: path and query, already encoded.
+            body: JSON, or bytes.
+            idle: seconds without a byte after which it is given up.
 
         Raises:
             PlatformError: see the module.
         """
+        lane = self._lane
+        if lane is not None:
+            try:
+                status, answer = await lane.exchange(method, target, body, idle)
+            except (ConnectFailed, Broken) as error:
+                raise _mapped(error, self.endpoint.shown) from error
+            if status >= 300:
+                raise error_of(status, answer)
+            return answer
         session = self._session
         if session is None:
             raise RuntimeError("the client is not open: use `async with DSecClient()` or call open()")
         try:
             async with session.request(
-                method, url, data=body, headers=self._headers, timeout=_timeout(idle), allow_redirects=False
+                method,
+                self._url(target),
+                data=body,
+                headers=self._headers,
+                timeout=_timeout(idle),
+                allow_redirects=False,
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -213,8 +240,8 @@ class Transport:
     async def call(
         self,
         method: str,
-        url: URL | str,
-        body: bytes | None = None,
+        target: str,
+        body: bytes = b"",
         *,
         idempotent: bool = True,
         deadline: float | None = None,
@@ -224,8 +251,8 @@ class Transport:
 
         Args:
             method: HTTP method.
-            url: from ``url``, or its target.
-            body: JSON.
+            target: path and query, already encoded.
+            body: JSON, or bytes.
             idempotent: doing it twice is the same as once.
             deadline: end of repeating, on the clock of the event loop; default ``retry_seconds`` after the first
                 failure.
@@ -235,11 +262,9 @@ class Transport:
             PlatformError: the last failure.
             WaitTimeout: the deadline passed while an attempt was under way.
         """
-        if isinstance(url, str):
-            url = self.url(url)
         if deadline is None:
             try:
-                return await self.send(method, url, body, idle=idle)
+                return await self.send(method, target, body, idle=idle)
             except PlatformError as error:
                 if not may_repeat(error, idempotent=idempotent):
                     raise
@@ -253,7 +278,7 @@ class Transport:
             attempt += 1
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await self.send(method, url, body, idle=idle)
+                    return await self.send(method, target, body, idle=idle)
             except TimeoutError as error:
                 if isinstance(error, PlatformError):
                     raise
@@ -262,6 +287,9 @@ class Transport:
                 if not may_repeat(error, idempotent=idempotent):
                     raise
                 await self._pause(attempt, error, deadline)
+
+    def _url(self, target: str) -> URL:
+        return URL(self.endpoint.base + target, encoded=True)
 
     async def _pause(self, attempt: int, error: PlatformError, deadline: float) -> None:
         delay = backoff(attempt, error, random.random())  # noqa: S311 - spreads clients, guards nothing
@@ -297,7 +325,7 @@ class Transport:
         try:
             response = await session.request(
                 method,
-                self.url(target),
+                self._url(target),
                 data=source.chunks() if source is not None else body,
                 headers=headers,
                 timeout=_timeout(idle),
