@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,11 @@ class ExecLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def remove(self) -> None:
+        """Remove the log and all spools."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def append(self, record: Any) -> int:
         """Write a record and return its size in the file.

@@ -160,7 +160,7 @@ class Exec:
 class ExecTable:
     """All execs of one sandbox that are remembered."""
 
-    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "log", "oom_seen", "running", "sandbox_id")
+    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "last_end", "log", "oom_seen", "running", "sandbox_id")
 
     def __init__(
         self, sandbox_id: str, folder: Path, *, limit: int, head: int, kept: int, oom_kills: Callable[[str], int]
@@ -173,6 +173,8 @@ class ExecTable:
         self._oom_kills = oom_kills
         #: OOM kills in the sandbox that were known when a command last started or ended.
         self.oom_seen = 0
+        #: When a command last ended.
+        self.last_end = 0.0
         self._feeding: set[asyncio.Task[None]] | None = None
 
     # -- what happens to one exec --
@@ -193,7 +195,7 @@ class ExecTable:
         by_kill = exit_.signal == signals.SIGKILL or exit_.exit_code == 128 + signals.SIGKILL
         exec_.oom = killed and not exit_.timed_out and (by_kill or (self.running == 1 and exit_.exit_code != 0))
         exec_.exit = exit_
-        exec_.ended_at = time.time()
+        exec_.ended_at = self.last_end = time.time()
         exec_.state = "exited"
         self.running -= 1
         stored = self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at, exit=exit_, oom=exec_.oom))
@@ -214,7 +216,7 @@ class ExecTable:
             return
         exec_.lost_outcome = True
         exec_.state = "lost"
-        exec_.ended_at = time.time()
+        exec_.ended_at = self.last_end = time.time()
         self.running -= 1
         self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at))
         exec_.start.spec = _slim(exec_.start.spec)

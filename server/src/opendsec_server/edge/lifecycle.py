@@ -88,6 +88,11 @@ class Life:
         return self.row.record.state in TERMINAL
 
     @property
+    def used_at(self) -> float:
+        """When it was last used: a request, or the end of a command."""
+        return max(self.last_used, self.execs.last_end)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing uses it now."""
         return self.busy == 0 and self.execs.running == 0
@@ -316,7 +321,7 @@ class Life:
         self.execs.close()
         final: Any = self.row.final or "stopped"
         self.row.spec = None
-        self.enter(final, ended_at=time.time(), last_used_at=self.last_used, limits_hit=limits_hit)
+        self.enter(final, ended_at=time.time(), last_used_at=self.used_at, limits_hit=limits_hit)
         # Only the record is asked for from now on, and there may be many of them.
         self.row.request = _ANY_REQUEST
         self._lives.ended(self)
@@ -345,7 +350,7 @@ class Life:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if not self.is_over and self.ending is None and self.record.state == "running":
-            self.row.record = msgspec.structs.replace(self.record, last_used_at=self.last_used)
+            self.row.record = msgspec.structs.replace(self.record, last_used_at=self.used_at)
             self._lives.journal.put(self.row)
         if self.channel is not None:
             await self.channel.aclose()
@@ -386,6 +391,7 @@ class Lives:
         if request_id is not None and self.by_request.get(request_id) is life:
             del self.by_request[request_id]
         self.journal.drop(life.id)
+        life.execs.log.remove()
 
     def ended(self, life: Life) -> None:
         """Tell that a life has ended."""

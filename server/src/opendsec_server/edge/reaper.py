@@ -40,7 +40,7 @@ class Reaper:
             return None
         times = []
         if record.ttl_running_stop is not None and record.state == "running":
-            times.append((time.time() if not life.is_idle else life.last_used) + record.ttl_running_stop)
+            times.append((time.time() if not life.is_idle else life.used_at) + record.ttl_running_stop)
         if record.ttl_hard is not None:
             times.append(record.created_at + record.ttl_hard)
         if life.row.lease_until is not None and not life.row.claimed:
@@ -80,7 +80,7 @@ class Reaper:
                 record.ttl_running_stop is not None
                 and record.state == "running"
                 and life.is_idle
-                and now >= life.last_used + record.ttl_running_stop
+                and now >= life.used_at + record.ttl_running_stop
             ):
                 life.begin_end("expired", "idle_ttl", detail=f"it was idle for {record.ttl_running_stop:g} s")
         self.watch(life)

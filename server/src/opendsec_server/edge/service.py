@@ -272,7 +272,7 @@ class EdgeService:
         life = self.life(sandbox_id)
         if not life.row.claimed:
             life.claim()
-        return msgspec.structs.replace(life.record, last_used_at=life.last_used)
+        return msgspec.structs.replace(life.record, last_used_at=life.used_at)
 
     def list(
         self, labels: dict[str, str], job: str | None, states: Sequence[str], request_id: str | None
@@ -347,6 +347,10 @@ class EdgeService:
 
     async def _launch(self, life: Life, spec: ExecSpec, stdin: bytes | None) -> Exec:
         channel = await life.wait_channel()
+        known = life.execs.execs.get(spec.id)
+        if known is not None:
+            # The same request came twice while the connection was being made.
+            return known
         exec_ = life.execs.add(spec, feeds=bool(stdin))
         exec_.launching = True
         try:
