@@ -35,7 +35,7 @@ from opendsec_server.channel.client import connect
 from opendsec_server.channel.interface import Channel
 from opendsec_server.core.spec import SandboxSpec, Usage
 from opendsec_server.images.interface import LayerMounts
-from opendsec_server.linux import pidfds as processes
+from opendsec_server.linux import processes
 from opendsec_server.linux.cgroups import Cgroups
 from opendsec_server.linux.mounts import mount, private_mounts
 from opendsec_server.platform.config import Config

@@ -11,7 +11,7 @@ import msgspec
 
 from opendsec_server.backends.container.seccomp import profile
 from opendsec_server.core.spec import SandboxSpec
-from opendsec_server.linux.pidfds import CAP_SYS_RESOURCE, has_capability
+from opendsec_server.linux.processes import CAP_SYS_RESOURCE, has_capability
 
 #: Where chronus and the static shells are inside; nothing else of ours is visible there.
 TOOLS_INSIDE = "/.opendsec"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opendsec.api.errors import DiskFull, Unavailable, UnsupportedCapability
-from opendsec_server.linux import subvolumes as btrfs
+from opendsec_server.linux import btrfs
 from opendsec_server.linux.mounts import mountinfo, umount
 from opendsec_server.platform.config import ScratchConfig
 

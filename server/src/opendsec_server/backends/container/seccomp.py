@@ -2,9 +2,9 @@
 
 It follows Docker's default without what needs capabilities that no sandbox has, and without ``bpf``, ``keyctl``,
 ``userfaultfd``, ``perf_event_open``, the mount API, ``kexec`` and ``io_uring`` (design section 8). ``ioctl`` commands
-are an allow-list too: terminals, sockets and harmless questions. So ``TIOCSTI``, ``XFS_IOC_SWAPEXT`` and the reflink and
-dedupe calls fail with EPERM whatever the file system. Values are compared with a 32-bit mask: the kernel looks at no
-more, and some C libraries sign-extend.
+are an allow-list too: terminals, sockets and harmless questions. So ``TIOCSTI``, ``XFS_IOC_SWAPEXT``, reflink and
+dedupe fail with EPERM whatever the file system. Values are compared with a 32-bit mask: the kernel looks at no more,
+and some C libraries sign-extend.
 """
 
 from __future__ import annotations
