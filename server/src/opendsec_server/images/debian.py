@@ -178,7 +178,9 @@ def _build_error(error: StepFailed, source: DebianSource) -> PlatformError:
         return error.as_error(InvalidArgument, "a package does not exist in the version asked for")
     if "does not have a Release file" in text:
         return error.as_error(InvalidArgument, f"the host's mirrors have no suite {source.suite}")
-    cause = next((line[3:] for line in error.log if line.startswith("E: ")), f"it ended with status {error.status}")
+    generic = "mmdebstrap failed to run"
+    causes = [line[3:] for line in error.log if line.startswith("E: ") and line[3:] != generic]
+    cause = causes[0] if causes else f"it ended with status {error.status}"
     return error.as_error(Unavailable, cause)
 
 

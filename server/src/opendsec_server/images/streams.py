@@ -44,13 +44,14 @@ class PulledStream(io.RawIOBase):
         self._buffer = b""
         self._ended = False
         self._aborted = False
-        self._pending: concurrent.futures.Future[bytes | None] | None = None
+        #: The pull under way; touched in the loop's thread only, so that ``abort`` cannot miss it.
+        self._task: asyncio.Task[object] | None = None
 
     def abort(self) -> None:
         """Let the reader fail soon; called in the loop's thread."""
         self._aborted = True
-        if self._pending is not None:
-            self._pending.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     def check(self) -> None:
         """Raise ``Aborted`` if the import was given up."""
@@ -80,9 +81,9 @@ class PulledStream(io.RawIOBase):
     def _pull(self) -> bytes:
         while not self._ended:
             self.check()
-            self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._loop)
+            pending = asyncio.run_coroutine_threadsafe(self._next(), self._loop)
             try:
-                piece = self._pending.result()
+                piece = pending.result()
             except concurrent.futures.CancelledError:
                 self.check()
                 self.failure = ConnectionAbortedError("the source of the tar was cancelled")
@@ -99,10 +100,13 @@ class PulledStream(io.RawIOBase):
 
     async def _next(self) -> bytes | None:
         self.check()
+        self._task = asyncio.current_task()
         try:
             return bytes(await anext(self._source))
         except StopAsyncIteration:
             return None
+        finally:
+            self._task = None
 
 
 class Readable(Protocol):

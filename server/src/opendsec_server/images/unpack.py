@@ -121,7 +121,9 @@ class Unpacker:
                 self._place(archive, member)
         except InvalidArgument as error:
             raise InvalidArgument(f"tar member {shown!r}: {error.message}", member=shown) from error
-        except (OSError, OverflowError, ValueError, tarfile.TarError) as error:
+        except tarfile.TarError as error:
+            raise InvalidArgument(f"tar member {shown!r} is damaged or cut off: {error}", member=shown) from error
+        except (OSError, OverflowError, ValueError) as error:
             if self._stream.failure is not None:
                 raise
             if isinstance(error, OSError) and error.errno == errno.EIO:
