@@ -73,6 +73,7 @@ fn prepare(arguments: Arguments) -> Result<server::Server, String> {
     let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
     let _ = sys::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0);
     sys::umask(0o022);
+    let _ = sys::chdir(c"/");
     if let Some(mask) = arguments.child_caps {
         // The bounding set limits what exec can give; what this process holds stays its own.
         for cap in 0..64 {

@@ -77,7 +77,7 @@ pub struct Spawned {
     pub output: [OwnedFd; 2],
     /// Write end of its input, non-blocking.
     pub stdin: Option<OwnedFd>,
-    /// Ends when exec has succeeded; a report comes before if it has not.
+    /// Ends when exec has succeeded; a report comes before if it has not. Blocks: read only when it has something.
     pub status: OwnedFd,
 }
 
@@ -249,7 +249,7 @@ pub fn spawn(config: &Config, command: &ExecStart<'_>) -> Result<Spawned, Refusa
         sys::exit(127);
     }
     let stdin = stdin.map(|(_, write)| write);
-    for fd in [&out.0, &err.0, &status.0].into_iter().chain(&stdin) {
+    for fd in [&out.0, &err.0].into_iter().chain(&stdin) {
         let _ = sys::set_nonblocking(fd);
     }
     Ok(Spawned {

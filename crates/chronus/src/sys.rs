@@ -476,3 +476,13 @@ pub fn owner(fd: &impl AsRawFd) -> Option<(u32, u32)> {
         (libc::fstat(fd.as_raw_fd(), &mut stat) == 0).then_some((stat.st_uid, stat.st_gid))
     }
 }
+
+/// Size of an open file if it is a regular one.
+pub fn regular_size(fd: &impl AsRawFd) -> Option<u64> {
+    // SAFETY: a zeroed stat is valid, and fstat fills it.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        let found = libc::fstat(fd.as_raw_fd(), &mut stat) == 0 && stat.st_mode & libc::S_IFMT == libc::S_IFREG;
+        found.then_some(stat.st_size as u64)
+    }
+}

@@ -1,7 +1,8 @@
 //! Users by name or number, from the sandbox's own files, which may hold anything.
 
-use std::io::Read;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::ffi::CStr;
+
+use crate::sys;
 
 /// Most bytes read from each file.
 const MAX_FILE: u64 = 1024 * 1024;
@@ -22,17 +23,24 @@ pub struct User {
 }
 
 /// Read a regular file up to the limit; anything else counts as empty.
-fn read_bounded(path: &str) -> Vec<u8> {
-    let mut content = Vec::new();
-    let file = std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path);
-    if let Ok(file) = file {
-        if file.metadata().is_ok_and(|m| m.mode() & libc::S_IFMT == libc::S_IFREG) {
-            let _ = file.take(MAX_FILE).read_to_end(&mut content);
+fn read_bounded(path: &CStr) -> Vec<u8> {
+    let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let Ok(file) = sys::open_at(libc::AT_FDCWD, path, flags, 0) else {
+        return Vec::new();
+    };
+    let size = match sys::regular_size(&file) {
+        Some(size) => size.min(MAX_FILE) as usize,
+        None => return Vec::new(),
+    };
+    let mut content = vec![0; size];
+    let mut len = 0;
+    while len < size {
+        match sys::read(&file, &mut content[len..]) {
+            Ok(n) if n > 0 => len += n,
+            _ => break,
         }
     }
+    content.truncate(len);
     content
 }
 
@@ -119,7 +127,7 @@ pub fn resolve_in(user: &[u8], passwd: &[u8], group: &[u8]) -> Result<User, Stri
 /// # Errors
 /// A sentence for the caller if there is no such user or group.
 pub fn resolve(user: &[u8]) -> Result<User, String> {
-    resolve_in(user, &read_bounded("/etc/passwd"), &read_bounded("/etc/group"))
+    resolve_in(user, &read_bounded(c"/etc/passwd"), &read_bounded(c"/etc/group"))
 }
 
 #[cfg(test)]
