@@ -99,8 +99,5 @@ class LayerMounts(Protocol):
     def unmount_idle(self, older_than_seconds: float = 0.0) -> list[str]:
         """Unmount what nobody has used for that long; returns the digests. Blocking."""
 
-    def unmount_idle(self, older_than_seconds: float = 0.0) -> list[str]:
-        """Unmount layers that nobody has used for this long; returns their digests. Blocking."""
-
     def drop(self, digest: str) -> None:
         """Unmount a layer that is to be removed (``Conflict`` if it has users). Blocking."""
