@@ -69,7 +69,8 @@ class LocalImageStore:
         build_env: dict[str, str] | None = None,
     ) -> None:
         self._folder = LocalFolder((data_dir / "images").absolute(), ("layers", "tags"))
-        self._mounts = mounts
+        #: Told before a layer is removed; may be set later, as the mounts themselves need ``layer_path``.
+        self.mounts = mounts
         self._min_free = min_free_bytes
         self._build_env = build_env or {}
         self._layers = str(self._folder.root / "layers")
@@ -221,8 +222,8 @@ class LocalImageStore:
             if not others and known:
                 if in_use(digest):
                     raise Conflict(f"{shown} is in use by a live sandbox", digest=digest)
-                if self._mounts is not None:
-                    self._mounts.drop(digest)
+                if self.mounts is not None:
+                    self.mounts.drop(digest)
             if by_tag:
                 Path(self._tag_file(shown)).unlink()
             if not others:
