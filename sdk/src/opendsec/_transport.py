@@ -69,7 +69,7 @@ def error_of(status: int, body: bytes) -> PlatformError:
             return by_status[status](text)
         return OutcomeUnknown(text, status=status) if status >= 500 else InvalidArgument(text)
     error = from_body(decoded)
-    if error.retryable and not decoded.retryable:
+    if type(error).retryable and not decoded.retryable:
         # The server knows better than the class: something may have happened.
         error = OutcomeUnknown(decoded.message, **{**decoded.detail, "code": decoded.code})
     return error

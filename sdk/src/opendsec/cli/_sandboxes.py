@@ -225,6 +225,7 @@ def inspect(sandbox_id: _Id, json: Json = False) -> None:
         fields["limits"] = {name: value for name, value in fields["limits"].items() if value is not None}
         fields["layers"] = " ".join(fields["layers"])
         fields.update(created_at=f"{age(sandbox.info.created_at)} ago", running_at=None, last_used_at=None)
+        fields["ended_at"] = f"{age(sandbox.info.ended_at)} ago" if sandbox.info.ended_at else None
         if metrics is not None:
             fields["memory"] = f"{size(metrics.memory_bytes)} (peak {size(metrics.memory_peak_bytes)})"
             fields["cpu_seconds"], fields["pids"] = f"{metrics.cpu_seconds:.2f}", metrics.pids
