@@ -29,6 +29,8 @@ from opendsec_server.edge.spool import Spool
 INLINE = 64 * 1024
 #: Pieces of a stream that are kept in the log; a command that writes byte by byte soon gets a file of its own.
 INLINE_PIECES = 64
+#: Most bytes of output that are read at once.
+PIECE = 192 * 1024
 #: A log is rewritten when this many bytes of it are of forgotten execs, and more than half.
 GARBAGE = 4 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
@@ -277,20 +279,25 @@ class ExecLog:
                 return offset, self._read(position + skip, min(size - skip, length))
         return offset, b""
 
-    def kept(self, stream: Stream) -> tuple[bytes, bool]:
-        """Return all that is kept of a stream, a mark where it was cut, and whether it was cut."""
-        parts: list[bytes] = []
-        offset, cut = 0, False
-        while offset < stream.total:
-            start, data = self.read(stream, offset, stream.total - offset)
+    def kept_pieces(self, stream: Stream, end: int) -> Iterator[tuple[bytes, bool]]:
+        """Yield what is kept of a stream before ``end`` in pieces, with a mark where it was cut.
+
+        Each comes with whether it is such a mark. The stream may go on meanwhile.
+        """
+        offset = 0
+        while offset < end:
+            start, data = self.read(stream, offset, min(end - offset, PIECE))
             if start > offset:
-                cut = True
-                parts.append(b"\n[\xe2\x80\xa6 %d bytes cut \xe2\x80\xa6]\n" % (start - offset))
+                yield b"\n[\xe2\x80\xa6 %d bytes cut \xe2\x80\xa6]\n" % (start - offset), True
             if not data:
-                break
-            parts.append(data)
+                return
+            yield data, False
             offset = start + len(data)
-        return b"".join(parts), cut
+
+    def kept(self, stream: Stream) -> tuple[bytes, bool]:
+        """Return all that is kept of a stream with a mark where it was cut, and whether it was cut."""
+        pieces = list(self.kept_pieces(stream, stream.total))
+        return b"".join([data for data, _ in pieces]), any(mark for _, mark in pieces)
 
     def drop(self, exec_id: str, streams: tuple[Stream, Stream], logged: int) -> None:
         """Forget an exec, whose records besides output have ``logged`` bytes, and remove its files."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
@@ -18,6 +18,7 @@ from litestar.status_codes import HTTP_200_OK, HTTP_201_CREATED, HTTP_204_NO_CON
 from opendsec.api import models
 from opendsec.api.errors import InvalidArgument, PlatformError, UnsupportedCapability
 from opendsec_server.core.validate import check_network_rules
+from opendsec_server.edge.results import is_large, result_pieces
 from opendsec_server.edge.service import EdgeService, parse_labels
 from opendsec_server.edge.signal_names import signal_number
 from opendsec_server.platform.http import NDJSON, OCTETS, StreamAnswer
@@ -107,13 +108,13 @@ async def sandbox_metrics(sandbox_id: str, service: EdgeService) -> models.Metri
     return await service.usage(sandbox_id)
 
 
-@post("/v1/sandboxes/{sandbox_id:str}/{operation:str}", tags=["sandboxes"], include_in_schema=False)
-async def later(sandbox_id: str, operation: str, service: EdgeService) -> None:
-    """Refuse what no backend can do yet."""
+@post("/v1/sandboxes/{sandbox_id:str}/{operation:str}", tags=["sandboxes"])
+async def later(
+    sandbox_id: str, operation: Literal["pause", "resume", "pack_diff", "fork"], service: EdgeService
+) -> None:
+    """Refuse what no backend of this installation can do yet (``unsupported_capability``)."""
     service.life(sandbox_id)
-    if operation in {"pause", "resume", "pack_diff", "fork"}:
-        raise UnsupportedCapability(f"{operation} is not supported by this installation", field=operation)
-    raise InvalidArgument(f"a sandbox has no operation {operation[:40]!r}")
+    raise UnsupportedCapability(f"{operation} is not supported by this installation", field=operation)
 
 
 @put("/v1/sandboxes/{sandbox_id:str}/network", status_code=HTTP_204_NO_CONTENT, tags=["sandboxes"])
@@ -144,14 +145,21 @@ async def list_execs(sandbox_id: str, service: EdgeService) -> list[models.Exec]
 @get("/v1/sandboxes/{sandbox_id:str}/execs/{exec_id:str}", tags=["execs"])
 async def get_exec(
     sandbox_id: str, exec_id: str, service: EdgeService, wait_seconds: float = 0.0, output: bool = False
-) -> models.ExecResult | models.Exec:
+) -> Response[models.ExecResult | models.Exec]:
     """Return a command's state, with ``output`` also what it wrote; waits for its end as long as asked."""
     life = service.life(sandbox_id)
     exec_ = life.execs.get(exec_id)
     if wait_seconds > 0:
         with life.use():
             await exec_.wait_over(min(wait_seconds, 86_400.0))
-    return life.execs.result(exec_) if output else life.execs.describe(exec_)
+    if output and is_large(exec_):
+        return StreamAnswer(_each(result_pieces(life.execs, exec_)), MediaType.JSON)
+    return Response(life.execs.result(exec_) if output else life.execs.describe(exec_))
+
+
+async def _each(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    for piece in pieces:
+        yield piece
 
 
 @get("/v1/sandboxes/{sandbox_id:str}/execs/{exec_id:str}/output", tags=["execs"])
@@ -167,7 +175,7 @@ async def exec_output(
             async for chunk in life.execs.follow(exec_, (max(stdout, 0), max(stderr, 0)), follow=follow):
                 yield _line(chunk)
 
-    return StreamAnswer(lines(), NDJSON)
+    return StreamAnswer(lines(), NDJSON, at_once=True)
 
 
 @post("/v1/sandboxes/{sandbox_id:str}/execs/{exec_id:str}/signal", status_code=HTTP_204_NO_CONTENT, tags=["execs"])

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import gc
+import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +20,7 @@ import msgspec
 import structlog
 import uvloop
 
-from opendsec.api.errors import PlatformError
+from opendsec.api.errors import Conflict, PlatformError
 from opendsec_server.backends.container.backend import ContainerBackend
 from opendsec_server.edge.app import EdgeApp, build_litestar
 from opendsec_server.edge.journal import Journal
@@ -27,6 +31,10 @@ from opendsec_server.platform import logging
 from opendsec_server.platform.config import Config, load
 from opendsec_server.platform.serving import open_server
 
+#: How long requests under way may take to end after SIGTERM, in seconds.
+DRAIN_SECONDS = 2.0
+#: Tries, 50 ms apart, to take the lock of the data folder.
+LOCK_TRIES = 60
 _log = structlog.get_logger(__name__)
 
 
@@ -48,6 +56,9 @@ async def run(config: Config) -> None:
         loop.add_signal_handler(number, stop.set)
     for folder in (config.data, config.run):
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    allow_many_files()
+    # Held until this process ends: two edges on one data folder would clear each other's sandboxes away.
+    lock = await lock_node(config.data / "edge.lock")
     images = LocalImageStore(config.data)
     layers = ErofsLayerMounts(config.data, images.layer_path)
     backend = ContainerBackend(config, layers)
@@ -55,12 +66,41 @@ async def run(config: Config) -> None:
     await service.open()
     # What was made until now stays: the collector need not look at it again.
     gc.freeze()
+    app = EdgeApp(service, build_litestar(service))  # type: ignore[arg-type]
     try:
-        async with open_server(EdgeApp(service, build_litestar(service)), [config.edge_address]):  # type: ignore[arg-type]
+        async with open_server(app, [config.edge_address]):
             _log.info("edge_ready", node=config.edge.node, address=config.edge_address)
             await stop.wait()
+            await app.drain(DRAIN_SECONDS)
     finally:
         await service.close()
+        os.close(lock)
+
+
+async def lock_node(path: Path) -> int:
+    """Take the lock of a data folder and return its descriptor.
+
+    Raises:
+        Conflict: another edge has it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # A killed edge may have a child between fork and exec that has the lock for another moment.
+            await asyncio.sleep(0.05)
+        else:
+            return fd
+    os.close(fd)
+    raise Conflict(f"another edge uses the data folder {path.parent}")
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files: each sandbox takes a few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import structlog
 from opendsec import __version__
 from opendsec.api import ids, models
 from opendsec.api.errors import (
-    Conflict,
     Internal,
     InvalidArgument,
     NotFound,
@@ -323,27 +322,33 @@ class EdgeService:
 
     # -- execs --
 
-    async def run(self, sandbox_id: str, request: models.ExecRequest) -> models.Exec:
-        """Start a command, or attach to the one with this id; waits as long as asked."""
+    async def start(self, sandbox_id: str, request: models.ExecRequest) -> tuple[ExecTable, Exec]:
+        """Start a command, or find the one with this id; waits for its end as long as asked.
+
+        Raises:
+            InvalidArgument: the command is malformed.
+            SandboxGone: the sandbox has ended, or ends before the command was started.
+            OutcomeUnknown: the connection broke, and whether the command was started is not known yet.
+        """
         life = self.life(sandbox_id)
         exec_ = life.execs.execs.get(request.id) if request.id is not None else None
+        spec = None
         if exec_ is None:
-            if life.is_over:
-                raise life.gone()
             if life.row.spec is None:
-                raise Conflict(f"sandbox {sandbox_id} is not running")
+                raise life.gone()
             spec = exec_spec(request, life.row.spec)
-            with life.use():
-                exec_ = await self._launch(life, spec, request.stdin)
-                return await self._answer(life, exec_, request.wait_seconds)
         with life.use():
-            return await self._answer(life, exec_, request.wait_seconds)
+            if exec_ is None and spec is not None:
+                exec_ = await self._launch(life, spec, request.stdin)
+            assert exec_ is not None  # noqa: S101 - one of the two ways was taken
+            if request.wait_seconds > 0 and not exec_.is_over:
+                await exec_.wait_over(request.wait_seconds)
+        return life.execs, exec_
 
-    async def _answer(self, life: Life, exec_: Exec, wait: float) -> models.Exec:
-        if wait <= 0:
-            return life.execs.describe(exec_)
-        await exec_.wait_over(wait)
-        return life.execs.result(exec_)
+    async def run(self, sandbox_id: str, request: models.ExecRequest) -> models.Exec:
+        """Do as ``start`` and describe the command; with its output if the request waits."""
+        table, exec_ = await self.start(sandbox_id, request)
+        return table.result(exec_) if request.wait_seconds > 0 else table.describe(exec_)
 
     async def _launch(self, life: Life, spec: ExecSpec, stdin: bytes | None) -> Exec:
         channel = await life.wait_channel()

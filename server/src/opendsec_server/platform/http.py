@@ -25,12 +25,22 @@ OCTETS = "application/octet-stream"
 
 
 class StreamAnswer(Response[Any]):
-    """Sends pieces as they come; a client that leaves closes their source at once."""
+    """Sends pieces as they come; a client that leaves closes their source at once.
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None] | AsyncIterator[bytes], media_type: str) -> None:
+    Args:
+        pieces: the body.
+        media_type: its type.
+        at_once: send the head before the first piece is there, because it may be long in coming; an error in its
+            making then cuts the connection instead of getting a status of its own.
+    """
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None] | AsyncIterator[bytes], media_type: str, *, at_once: bool = False
+    ) -> None:
         super().__init__(None, media_type=media_type)
         self._pieces = pieces
         self._type = media_type.encode()
+        self._at_once = at_once
 
     def to_asgi_response(self, *_: Any, **__: Any) -> Any:
         """Return the application that sends the pieces."""
@@ -52,10 +62,12 @@ class StreamAnswer(Response[Any]):
         watcher = asyncio.create_task(watch())
         try:
             # The first piece is taken before the head is sent, so that an error still gets its own status.
-            first = await anext(iterator, None)
+            first = None if self._at_once else await anext(iterator, None)
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._type)]})
-            if first is not None:
-                await send({"type": "http.response.body", "body": first, "more_body": True})
+            if first is not None or self._at_once:
+                # Granian sends the head with the first piece, be it empty.
+                await send({"type": "http.response.body", "body": first or b"", "more_body": True})
+            if first is not None or self._at_once:
                 async for piece in iterator:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
