@@ -14,7 +14,7 @@ def main(local: Path) -> None:
     (local / "project" / "src").mkdir(parents=True)
     (local / "project" / "run.sh").write_text("mkdir -p out; wc -c src/* > out/sizes; cp -r src out/\n")
     (local / "project" / "src" / "hello.txt").write_text("hello\n")
-    args = DSecContainerRunArgs(container_image="debian:bookworm", disk_limit_mb=64)
+    args = DSecContainerRunArgs(container_image="python:3.11", disk_limit_mb=64)
     with DSecClient() as client, client.run_container(args) as sandbox:
         sandbox.upload(local / "project", "/work")
         sandbox.run_shell("sh run.sh", cwd="/work", check=True)

@@ -1,7 +1,7 @@
 """The one published listing of DSec (paper, listing 1), with only the import changed.
 
-Network rules say ``False``: nothing may be reached. ``make demo`` builds the image, or:
-``opendsec image import --debian bookworm --packages python3,git debian:bookworm``.
+Network rules say ``False``: nothing may be reached yet. The image:
+``opendsec image import python:3.11 --debian bookworm --packages python3``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ async def main() -> None:
     client = DSecClient()
     await client.open()
     args = DSecContainerRunArgs(
-        container_image="debian:bookworm",
+        container_image="python:3.11",
         memory_limit_mb=4096,
         cpu_cores_limit=4,
         ttl_running_stop=300,

@@ -21,7 +21,7 @@ async def rollout(number: int, sandbox: Sandbox) -> str:
 
 async def main(count: int) -> None:
     """Start ``count`` sandboxes and print one line for each."""
-    args = DSecContainerRunArgs(container_image="debian:bookworm", memory_limit_mb=256, job="many", ttl_running_stop=60)
+    args = DSecContainerRunArgs(container_image="python:3.11", memory_limit_mb=256, job="many", ttl_running_stop=60)
     tasks: list[asyncio.Task[str]] = []
     async with DSecClient() as client:
         try:

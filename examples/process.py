@@ -12,7 +12,7 @@ COUNTER = 'trap "echo interrupted; exit 3" INT; while read -r word; do echo "got
 async def main() -> None:
     """Talk to a shell loop."""
     async with DSecClient() as client:
-        args = DSecContainerRunArgs(container_image="debian:bookworm", memory_limit_mb=256)
+        args = DSecContainerRunArgs(container_image="python:3.11", memory_limit_mb=256)
         async with await client.run_container(args) as sandbox:
             process = await sandbox.start(COUNTER, stdin=True, timeout=30)
             await process.write_stdin("one\ntwo\n")

@@ -123,6 +123,17 @@ async def test_a_block_kills_its_command(sandbox):
     assert (await process.wait()).signal == "SIGKILL"
 
 
+async def test_a_cancelled_start_leaves_nothing(server, sandbox):
+    """Nobody would know the id of what it started."""
+    hold = server.hold("POST", "/execs$")
+    task = asyncio.create_task(sandbox.start("sleep 30"))
+    await hold.reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not server.sandboxes[sandbox.id].execs
+
+
 async def test_another_client_attaches_by_id(server, sandbox):
     """An exec id and offsets are all that is needed."""
     process = await sandbox.start("echo hello")

@@ -117,8 +117,12 @@ class Execs:
             )
 
     async def start(self, request: ExecRequest) -> Exec:
-        """Start a command and return at once."""
-        return _exec.decode(await self._core.transport.call("POST", self.target, _encode(request)))
+        """Start a command and return at once; cancelled before that, it is killed: nobody would know its id."""
+        try:
+            return _exec.decode(await self._core.transport.call("POST", self.target, _encode(request)))
+        except asyncio.CancelledError:
+            await self._core.cleanup(self.kill_for_good(request.id or ""))
+            raise
 
     async def get(self, exec_id: str) -> Exec:
         """Return what is known of a command, without its output."""
