@@ -7,7 +7,6 @@ edge that answers. The journal is read as a file, so that the count works with a
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sqlite3
 from collections.abc import Iterable
@@ -124,12 +123,12 @@ def _groups(cgroups: Cgroups, strays: set[str], owners: Owners) -> Iterable[str]
 
 
 def _namespaces(processes: Iterable[int]) -> set[str]:
-    ours = {os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES}
+    ours = {str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in _NAMESPACES}
     found: set[str] = set()
     for pid in processes:
         for kind in _NAMESPACES:
             with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))
+                found.add(str(Path(f"/proc/{pid}/ns/{kind}").readlink()))
     return found - ours
 
 

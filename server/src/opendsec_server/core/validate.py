@@ -11,7 +11,7 @@ MAX_LABELS, MAX_LABEL_KEY, MAX_LABEL_VALUE = 64, 128, 1024
 #: Most bytes of all environment names and values together (Linux allows a quarter of the stack, 2 MiB).
 MAX_ENV_BYTES = 1024 * 1024
 #: Most toolkit layers (overlayfs takes 500 lower layers; a page of mount options fewer).
-MAX_TOOLKITS = 32
+MAX_TOOLKITS = 12
 
 
 def check_create(request: CreateSandbox) -> None:

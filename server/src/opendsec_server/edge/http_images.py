@@ -70,13 +70,13 @@ async def resolve_image(service: EdgeService, reference: str) -> models.Image:
 @delete("/v1/images", status_code=HTTP_204_NO_CONTENT, tags=["images"])
 async def remove_image(service: EdgeService, reference: str) -> None:
     """Remove a tag, and its layer when nothing needs it any more."""
-    service.images.remove(reference, in_use=service.layer_in_use)
+    await asyncio.to_thread(service.images.remove, reference, in_use=service.layer_in_use)
 
 
 @post("/v1/images/tag", status_code=HTTP_200_OK, tags=["images"])
 async def tag_image(data: models.TagImage, service: EdgeService) -> models.Image:
     """Point a reference at what another one points to."""
-    return service.images.tag(data.source, data.target)
+    return await asyncio.to_thread(service.images.tag, data.source, data.target)
 
 
 @post("/v1/images", status_code=HTTP_200_OK, tags=["images"])

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,10 +22,12 @@ import structlog
 import uvloop
 
 from opendsec.api.errors import Conflict, PlatformError
+from opendsec.api.models import TERMINAL
 from opendsec_server.backends.container.backend import ContainerBackend
 from opendsec_server.edge.app import EdgeApp, build_litestar
 from opendsec_server.edge.journal import Journal
 from opendsec_server.edge.service import EdgeService
+from opendsec_server.images.interface import LayerMounts
 from opendsec_server.images.layermounts import ErofsLayerMounts
 from opendsec_server.images.store import LocalImageStore
 from opendsec_server.platform import logging
@@ -35,6 +38,8 @@ from opendsec_server.platform.serving import open_server
 DRAIN_SECONDS = 2.0
 #: Tries, 50 ms apart, to take the lock of the data folder.
 LOCK_TRIES = 60
+#: Layers that nobody has used for this long are unmounted, in seconds.
+IDLE_LAYER_SECONDS = 60.0
 _log = structlog.get_logger(__name__)
 
 
@@ -61,9 +66,16 @@ async def run(config: Config) -> None:
     lock = await lock_node(config.data / "edge.lock")
     images = LocalImageStore(config.data)
     layers = ErofsLayerMounts(config.data, images.layer_path)
-    backend = ContainerBackend(config, layers)
-    service = EdgeService(config, Journal(config.data / "journal.db"), backend, images)
+    images.mounts = layers
+    await asyncio.to_thread(images.open)
+    journal = Journal(config.data / "journal.db")
+    owners: dict[str, Sequence[str]] = {
+        row.record.id: row.spec.layers for row in journal.rows() if row.spec and row.record.state not in TERMINAL
+    }
+    await asyncio.to_thread(layers.reconcile, owners)
+    service = EdgeService(config, journal, ContainerBackend(config, layers), images)
     await service.open()
+    tidying = asyncio.create_task(tidy(layers))
     # What was made until now stays: the collector need not look at it again.
     gc.freeze()
     app = EdgeApp(service, build_litestar(service))  # type: ignore[arg-type]
@@ -73,8 +85,16 @@ async def run(config: Config) -> None:
             await stop.wait()
             await app.drain(DRAIN_SECONDS)
     finally:
+        tidying.cancel()
         await service.close()
         os.close(lock)
+
+
+async def tidy(layers: LayerMounts) -> None:
+    """Unmount layers that nobody has used for a while, until cancelled."""
+    while True:
+        await asyncio.sleep(IDLE_LAYER_SECONDS)
+        await asyncio.to_thread(layers.unmount_idle, IDLE_LAYER_SECONDS)
 
 
 async def lock_node(path: Path) -> int:

@@ -76,6 +76,7 @@ class ContainerBackend:
     def _open(self) -> None:
         for folder in (self._sockets, self._root):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._runtime.end_orphans()
         self._scratch.open()
         memory = self._cgroups.hierarchies.get("memory")
         self._oci = OciConfig(

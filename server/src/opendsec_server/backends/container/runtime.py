@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Protocol
 import msgspec
 
 from opendsec.api.errors import DiskFull, Unavailable, UnsupportedCapability
+from opendsec_server.linux.processes import kill, open_pidfd
 
 #: Bytes of a runtime's log that are looked at.
 _LOG_BYTES = 64 * 1024
+#: How long a killed runtime may take to end, in seconds.
+ORPHAN_SECONDS = 10.0
 
 
 class Runtime(Protocol):
@@ -30,6 +34,9 @@ class Runtime(Protocol):
 
     def forget(self, sandbox_id: str) -> None:
         """Remove what the runtime keeps of a container that has ended. Unknown ids are fine."""
+
+    def end_orphans(self) -> None:
+        """Kill runtimes of an edge that is no more. Blocking; only before the first start."""
 
     def names(self) -> set[str]:
         """Return the ids of all containers the runtime keeps something of."""
@@ -99,6 +106,26 @@ class Runc:
     def forget(self, sandbox_id: str) -> None:
         """Remove runc's state folder of a container."""
         shutil.rmtree(self._state / sandbox_id, ignore_errors=True)
+
+    def end_orphans(self) -> None:
+        """Kill what an edge that was killed has left half-way: a runtime at work would go on making a container.
+
+        Its ``runc init`` ends by itself when its pipe closes, or is in the sandbox's cgroup already.
+        """
+        root = os.fsencode(self._state)
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if len(words) > 2 and words[0] == b"runc" and words[1:3] == [b"--root", root]:
+                pidfd = open_pidfd(int(entry.name))
+                if pidfd is not None:
+                    kill(pidfd)
+                    select.select([pidfd], [], [], ORPHAN_SECONDS)
+                    os.close(pidfd)
 
     def names(self) -> set[str]:
         """Return the ids of all state folders."""
