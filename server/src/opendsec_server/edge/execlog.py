@@ -164,15 +164,20 @@ class ExecLog:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def append(self, record: Any) -> int:
-        """Write a record and return its size in the file.
+    def append(self, *records: Any) -> int:
+        """Write records and return the size of the last in the file.
 
         Raises:
             OSError: the disk is full.
         """
-        raw = pack(record)
-        self.append_raw(raw)
-        return len(raw)
+        if len(records) == 1:
+            raw = pack(records[0])
+            self.append_raw(raw)
+            return len(raw)
+        raws = [pack(record) for record in records]
+        self.append_raw(b"".join(raws))
+        self._garbage += sum(map(len, raws[:-1]))
+        return len(raws[-1])
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
         """Read all whole records with their positions and sizes; a torn last one is cut off."""
@@ -299,9 +304,9 @@ class ExecLog:
         pieces = list(self.kept_pieces(stream, stream.total))
         return b"".join([data for data, _ in pieces]), any(mark for _, mark in pieces)
 
-    def drop(self, exec_id: str, streams: tuple[Stream, Stream], logged: int) -> None:
-        """Forget an exec, whose records besides output have ``logged`` bytes, and remove its files."""
-        self._garbage += self.append(Drop(exec_id)) + logged
+    def discard(self, streams: tuple[Stream, Stream], logged: int) -> None:
+        """Remove the files of a forgotten exec; ``logged`` is the size of its records besides output."""
+        self._garbage += logged
         for stream in streams:
             self._garbage += stream.logged
             if stream.spool is not None:
@@ -320,7 +325,7 @@ class ExecLog:
         except FileNotFoundError:
             return set()
 
-    def discard(self, name: str) -> None:
+    def remove_file(self, name: str) -> None:
         """Remove a file of the folder that belongs to nothing."""
         (self._folder / name).unlink(missing_ok=True)
 
@@ -340,7 +345,8 @@ class ExecLog:
         # Whether this succeeds or not: the next time is when as much garbage has come together again.
         self._garbage = 0
         old = list(self.records())
-        dropped = {record.id: index for index, (_, _, record) in enumerate(old) if isinstance(record, Drop)}
+        # An id may have been forgotten and used again: only what follows its last start is of the one that is kept.
+        begun = {record.spec.id: index for index, (_, _, record) in enumerate(old) if isinstance(record, Start)}
         records: list[tuple[int, int, Any]] = []
         temporary = self._folder / "execs.log.new"
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -348,7 +354,7 @@ class ExecLog:
         try:
             for index, (_, _, record) in enumerate(old):
                 exec_id = record.spec.id if isinstance(record, Start) else record.id
-                if exec_id not in keep or index <= dropped.get(exec_id, -1):
+                if exec_id not in keep or index < begun.get(exec_id, 0):
                     continue
                 if isinstance(record, Output) and (exec_id, record.stream) in spooled:
                     continue

@@ -255,16 +255,20 @@ class ExecTable:
         Raises:
             Unavailable: too many commands run, or the node's disk is full.
         """
-        self._make_room()
+        forgotten = self._make_room()
         self.oom_seen = self._oom_kills(self.sandbox_id)
         start = Start(spec=spec, at=time.time(), feeds=feeds, oom_kills=self.oom_seen)
         try:
-            logged = self.log.append(start)
+            logged = self.log.append(*[Drop(exec_.start.spec.id) for exec_ in forgotten], start)
         except OSError as error:
             raise Unavailable(f"the disk of the node is full: {error.strerror}", reason="disk") from error
+        for exec_ in forgotten:
+            self.log.discard(exec_.streams, exec_.logged)
         exec_ = self.execs[spec.id] = Exec(self, start)
         exec_.logged = logged
         self.running += 1
+        if self.log.wants_rewrite:
+            self._rewrite()
         return exec_
 
     async def launch(self, exec_: Exec, channel: Channel) -> None:
@@ -277,8 +281,8 @@ class ExecTable:
         self.running -= not exec_.is_over
         exec_.lost_outcome = True
         self.execs.pop(exec_.start.spec.id, None)
-        with contextlib.suppress(OSError):
-            self.log.drop(exec_.start.spec.id, exec_.streams, exec_.logged)
+        self._note(exec_, Drop(exec_.start.spec.id))
+        self.log.discard(exec_.streams, exec_.logged)
         exec_.wake()
 
     async def resume(self, channel: Channel) -> None:
@@ -411,22 +415,18 @@ class ExecTable:
         if not exec_.is_over:
             raise Conflict(f"exec {exec_.start.spec.id} still runs")
         self.execs.pop(exec_.start.spec.id, None)
-        try:
-            self.log.drop(exec_.start.spec.id, exec_.streams, exec_.logged)
-        except OSError as error:
-            _log.error("exec_log_full", sandbox=self.sandbox_id, exec=exec_.start.spec.id, error=str(error))
+        self._note(exec_, Drop(exec_.start.spec.id))
+        self.log.discard(exec_.streams, exec_.logged)
 
-    def _make_room(self) -> None:
-        if len(self.execs) >= self._kept:
-            for exec_ in list(self.execs.values()):
-                if exec_.is_over:
-                    self.forget(exec_)
-                    if len(self.execs) < self._kept:
-                        break
-            else:
+    def _make_room(self) -> list[Exec]:
+        """Take the oldest ended execs out and return them: the note of it goes with the next start."""
+        out: list[Exec] = []
+        while len(self.execs) >= self._kept:
+            oldest = next((exec_ for exec_ in self.execs.values() if exec_.is_over), None)
+            if oldest is None:
                 raise Unavailable(f"{self._kept} commands are running in sandbox {self.sandbox_id}", retry_after=1)
-        if self.log.wants_rewrite:
-            self._rewrite()
+            out.append(self.execs.pop(oldest.start.spec.id))
+        return out
 
     def _rewrite(self) -> None:
         spooled = {
@@ -467,7 +467,7 @@ class ExecTable:
                 exec_.start.spec = _slim(exec_.start.spec)
         for name in names - owned:
             # Killed between two steps of forgetting or rewriting.
-            self.log.discard(name)
+            self.log.remove_file(name)
         self.running = sum(not exec_.is_over for exec_ in self.execs.values())
 
     def _adopt(self, at: int, size: int, record: object) -> None:
