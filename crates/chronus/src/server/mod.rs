@@ -51,6 +51,8 @@ pub struct Server {
     poll: Poll,
     listener: OwnedFd,
     signals: OwnedFd,
+    /// Given up to accept a connection when no other descriptor is left.
+    spare: Option<OwnedFd>,
     conns: BTreeMap<u32, Conn>,
     execs: BTreeMap<u32, Exec>,
     ops: BTreeMap<u32, Op>,
@@ -76,6 +78,7 @@ impl Server {
         poll.add(&listener, libc::EPOLLIN, token::of(token::LISTENER, 0))?;
         poll.add(&signals, libc::EPOLLIN, token::of(token::SIGNAL, 0))?;
         Ok(Server {
+            spare: config.null.try_clone().ok(),
             config,
             poll,
             listener,
@@ -139,7 +142,20 @@ impl Server {
     // Connections
 
     fn accept(&mut self) {
-        let Ok(fd) = sys::accept(&self.listener) else {
+        let fd = match sys::accept(&self.listener) {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                // Commands hold all descriptors: a new host is worth the spare one, or the oldest host's.
+                if self.spare.take().is_none() {
+                    if let Some(oldest) = self.conns.keys().next().copied() {
+                        self.disconnect(oldest);
+                        self.spare = None;
+                    }
+                }
+                sys::accept(&self.listener)
+            }
+            other => other,
+        };
+        let Ok(fd) = fd else {
             return;
         };
         let outside = matches!(sys::peer(&fd), Ok((0, 0)));
@@ -167,6 +183,10 @@ impl Server {
             return;
         };
         self.poll.remove(&conn.fd);
+        drop(conn.fd);
+        if self.spare.is_none() {
+            self.spare = self.config.null.try_clone().ok();
+        }
         for target in conn.channels.into_values() {
             match target {
                 Target::Exec(exec_key) => {

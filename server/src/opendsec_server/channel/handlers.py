@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from typing import Any, Protocol
@@ -178,6 +179,8 @@ class ExecHandler:
         except Exception:
             _log.exception("the sink of exec %s failed in %s", self.exec_id, what)
             self._sink = None
+            with contextlib.suppress(Exception):
+                sink.lost()
             return False
         return True
 

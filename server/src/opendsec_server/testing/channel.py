@@ -46,12 +46,15 @@ def _built(package: str) -> Path:
 
 
 @contextlib.contextmanager
-def running_chronus(*, pid_namespace: bool = False, arguments: tuple[str, ...] = ()) -> Iterator[Path]:
+def running_chronus(
+    *, pid_namespace: bool = False, arguments: tuple[str, ...] = (), root: Path | None = None
+) -> Iterator[Path]:
     """Run chronus and give the path of its socket.
 
     Args:
         pid_namespace: let it be process 1 of its own process and mount namespaces (needs root).
         arguments: further arguments.
+        root: its root folder, into which the binary is copied (only with ``pid_namespace``; no ``/proc`` then).
     """
     with tempfile.TemporaryDirectory(prefix="chronus-") as folder:
         base = Path(folder)
@@ -64,7 +67,10 @@ def running_chronus(*, pid_namespace: bool = False, arguments: tuple[str, ...] =
             listener.bind(str(base / "socket"))
             listener.listen(16)
             command = [str(chronus_binary()), "--tools", str(tools), *arguments]
-            if pid_namespace:
+            if root is not None:
+                shutil.copy(command[0], root / "chronus")
+                command = ["unshare", "--pid", "--fork", "--kill-child", f"--root={root}", "/chronus", *command[1:]]
+            elif pid_namespace:
                 command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
             else:
                 command.append("--allow-any-peer")
