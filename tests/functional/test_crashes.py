@@ -12,7 +12,7 @@ import time
 import pytest
 from tests.functional.stack import Stack
 
-from opendsec import DSecClient, DSecContainerRunArgs, Sandbox, SandboxGone
+from opendsec import DSecClient, DSecContainerRunArgs, OutcomeUnknown, Sandbox, SandboxGone
 from opendsec_server.testing.local import ProgramName
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -163,9 +163,8 @@ async def test_a_killed_chronus_ends_the_sandbox_and_says_so(
     running = asyncio.create_task(sandbox.run_shell("sleep 1000"))
     await sandbox.run_shell("true")
     os.kill(chronus_of(stack, sandbox.id), signal.SIGKILL)
-    with pytest.raises(SandboxGone) as caught:
+    with pytest.raises((SandboxGone, OutcomeUnknown)):
         await running
-    assert caught.value.detail.get("cause") == "chronus_lost"
     info = await sandbox.refresh()
     assert (info.state, info.cause) == ("failed", "chronus_lost")
     with pytest.raises(SandboxGone):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 from pathlib import Path
@@ -48,7 +49,8 @@ async def test_a_link_leads_to_the_sandboxs_own_files(sandbox: Sandbox, tmp_path
     await sandbox.run_shell(f"echo inside > /etc/hostname; ln -s {target} /tmp/link")
     if not target.startswith("/proc"):
         assert await sandbox.files.read("/tmp/link") == b"inside\n"
-    await sandbox.files.write("/tmp/link", b"changed\n")
+    with contextlib.suppress(PermissionDenied):  # what leads through pid 1 is closed
+        await sandbox.files.write("/tmp/link", b"changed\n")
     assert Path("/etc/hostname").read_bytes() == before
 
 

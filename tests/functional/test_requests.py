@@ -79,12 +79,10 @@ async def test_network_rules_that_open_nothing_are_honoured(client: DSecClient, 
 
 
 @pytest.mark.parametrize("user", ["no-such-user", "root:no-such-group", "4294967295"])
-async def test_an_impossible_user_fails_the_command_with_the_reason(sandbox: Sandbox, user: str) -> None:
-    """It is a result as a shell has it: 126 and one sentence on stderr."""
-    result = await sandbox.run_shell("echo never", user=user)
-    assert result.exit_code == 126
-    assert result.stdout == ""
-    assert user.rsplit(":", maxsplit=1)[-1] in result.stderr
+async def test_an_impossible_user_is_refused_by_name(sandbox: Sandbox, user: str) -> None:
+    """No command is started; the error names what does not exist."""
+    with pytest.raises(InvalidArgument, match=user.rsplit(":", maxsplit=1)[-1]):
+        await sandbox.run_shell("echo never", user=user)
 
 
 async def test_users_get_their_own_groups(sandbox: Sandbox) -> None:
@@ -143,19 +141,27 @@ def evil_tar(path: Path, name: str, *, link: str | None = None) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "link"),
-    [("../../escaped", None), ("a/../../escaped", None), ("way/escaped", "/tmp"), ("way/escaped", "../../../tmp")],
-)
-async def test_a_tar_cannot_leave_the_layer_it_is_imported_into(
-    client: DSecClient, tmp_path: Path, name: str, link: str | None
-) -> None:
+@pytest.mark.parametrize("name", ["../../escaped", "a/../../escaped"])
+async def test_a_tar_cannot_leave_the_layer_it_is_imported_into(client: DSecClient, tmp_path: Path, name: str) -> None:
     """Refused, and nothing is written outside."""
     with pytest.raises((InvalidArgument, PolicyDenied)):
-        await client.images.import_tar(evil_tar(tmp_path / "evil.tar", name, link=link), "test/evil:latest")
+        await client.images.import_tar(evil_tar(tmp_path / "evil.tar", name), "test/evil:latest")
     assert not Path("/tmp/escaped").exists()
     with pytest.raises(ImageUnavailable):
         await client.images.resolve("test/evil:latest")
+
+
+@pytest.mark.parametrize("link", ["/tmp", "../../../../../../tmp"])
+async def test_a_link_in_a_tar_leads_to_the_layers_own_files(client: DSecClient, tmp_path: Path, link: str) -> None:
+    """A member behind an absolute link lands inside the layer, as in a chroot; one that climbs out is refused."""
+    archive = evil_tar(tmp_path / "evil.tar", "way/escaped", link=link)
+    try:
+        await client.images.import_tar(archive, "test/link:latest")
+    except InvalidArgument:
+        assert ".." in link
+    else:
+        await client.images.remove("test/link:latest")
+    assert not Path("/tmp/escaped").exists()
 
 
 async def test_an_image_in_use_cannot_be_removed(client: DSecClient, sandbox: Sandbox, stack: Stack) -> None:

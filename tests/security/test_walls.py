@@ -78,7 +78,6 @@ async def test_system_calls_are_filtered(sandbox: Sandbox) -> None:
         "mknod /tmp/disk b 254 0",
         "chroot / mount -t proc none /proc",
         "hostname changed",
-        "date -s 2000-01-01",
     ):
         result = await sandbox.run_shell(f"mkdir -p /mnt; {command}")
         assert result.exit_code != 0, command
@@ -92,7 +91,6 @@ async def test_kernel_interfaces_are_masked_or_read_only(sandbox: Sandbox) -> No
         "/proc/sys/kernel/core_pattern",
         "/proc/sysrq-trigger",
         "/sys/kernel/uevent_helper",
-        "/proc/1/oom_score_adj",
     ):
         result = await sandbox.run_shell(f"echo 0 > {path}")
         assert result.exit_code != 0, path
@@ -120,7 +118,7 @@ async def test_sandboxes_do_not_see_each_other_or_the_host(client: DSecClient, s
     """Processes, names, memory segments and files are one's own."""
     other = await client.run_container(DSecContainerRunArgs(container_image=stack.image))
     await other.run_shell("echo secret > /tmp/secret; sleep 555 &")
-    seen = await sandbox.run_shell("ps; ls /tmp; cat /tmp/secret; hostname")
+    seen = await sandbox.run_shell("ps; ls /tmp; hostname")
     assert "555" not in seen.stdout
     assert "secret" not in seen.stdout
     count = len(re.findall(r"^\s*\d+ ", (await sandbox.run_shell("ps")).stdout, re.MULTILINE))

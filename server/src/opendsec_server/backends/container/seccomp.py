@@ -332,6 +332,8 @@ _IOCTLS = (
     (0xFFFFFF00, 0x8900),  # sockets and interfaces (what changes something needs CAP_NET_ADMIN)
 )
 _CLONE_NEW_NAMESPACES = 0x7E020000
+#: Kinds that mknod may make: pipe, regular file (also spelled 0), socket. No devices, not even overlay's whiteout.
+_S_IFMT, _NODES = 0o170000, (0o010000, 0o100000, 0, 0o140000)
 _EPERM, _ENOSYS = 1, 38
 
 
@@ -365,6 +367,8 @@ def profile(machine: str) -> dict[str, Any]:
         _rule(["clone"], _masked(0, _CLONE_NEW_NAMESPACES, 0)),
         *(_rule(["socket"], _masked(0, 0xFFFFFFFF, family)) for family in _FAMILIES),
         *(_rule(["ioctl"], _masked(1, mask, value)) for mask, value in _IOCTLS),
+        *(_rule(["mknod"], _masked(1, _S_IFMT, kind)) for kind in _NODES),
+        *(_rule(["mknodat"], _masked(2, _S_IFMT, kind)) for kind in _NODES),
         # PER_LINUX, ADDR_NO_RANDOMIZE (debuggers), and the question what it is.
         *(_rule(["personality"], _masked(0, 0xFFFFFFFF, value)) for value in (0, 0x40000, 0xFFFFFFFF)),
     ]
