@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from opendsec.api.errors import DiskFull, Unavailable, UnsupportedCapability
 from opendsec_server.linux import btrfs
 from opendsec_server.linux.mounts import mountinfo, umount
 from opendsec_server.platform.config import ScratchConfig
+
+#: Longest time to wait for a loop device after the unmount, in seconds.
+_RELEASE_SECONDS = 10.0
 
 
 class Scratch(Protocol):
@@ -101,9 +105,10 @@ class BtrfsScratch:
         self._root = data / "scratch"
         self._size = config.size_bytes
 
-    def _mounted(self) -> bool:
+    def _device(self) -> str | None:
+        """Return the device that is mounted, or None."""
         target = str(self._root.resolve())
-        return any(one.target == target and one.fstype == "btrfs" for one in mountinfo())
+        return next((one.source for one in mountinfo() if one.target == target and one.fstype == "btrfs"), None)
 
     def open(self) -> None:
         """Make and mount the image, unless an earlier edge has.
@@ -112,7 +117,7 @@ class BtrfsScratch:
             UnsupportedCapability: this host has no btrfs or no free loop device.
         """
         self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._mounted():
+        if self._device() is not None:
             return
         if not self._image.exists():
             self._make()
@@ -168,9 +173,24 @@ class BtrfsScratch:
         return btrfs.used_bytes(self.path(name))
 
     def tear_down(self) -> None:
-        """Unmount the image; its loop device goes with it."""
-        if self._mounted():
-            umount(self._root)
+        """Unmount the image and return when its loop device is free again."""
+        device = self._device()
+        if device is None:
+            return
+        umount(self._root)
+        # The kernel lets go of the device with the last mount namespace that saw it, a moment after its processes are
+        # gone. There is no event for that.
+        backing = Path("/sys/block") / Path(device).name / "loop/backing_file"
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while _reads(backing) == str(self._image) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def _reads(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def make_scratch(data: Path, config: ScratchConfig) -> Scratch:
