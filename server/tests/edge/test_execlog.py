@@ -14,7 +14,15 @@ def table(tmp_path):
     """Makes tables over one folder, as edges one after the other do."""
 
     def make(kept: int = 5) -> ExecTable:
-        return ExecTable("local-aaaaaaaaaaaa", tmp_path, limit=4096, head=1024, kept=kept, oom_kills=lambda _: 0)
+        return ExecTable(
+            "local-aaaaaaaaaaaa",
+            tmp_path,
+            limit=4096,
+            head=1024,
+            kept=kept,
+            oom_kills=lambda _: 0,
+            on_end=lambda _: None,
+        )
 
     return make
 

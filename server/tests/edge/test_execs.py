@@ -193,16 +193,20 @@ async def test_the_end_of_pid_1_loses_what_ran(edge, host, oom):
     waiting = asyncio.ensure_future(edge.run(box.id, shell("", id="e")))
     await asyncio.sleep(0)
     host.backend.kill(box.id, oom=oom)
-    result = await waiting
-    assert (result.state, result.exit_code, result.is_infra, result.stdout) == ("lost", None, True, b"a\n")
+    with pytest.raises(SandboxGone):
+        await waiting
     await edge.life(box.id).wait_end()
+    result = await edge.run(box.id, shell("", id="e"))
+    assert (result.state, result.exit_code, result.is_infra, result.stdout) == ("lost", None, not oom, b"a\n")
     record = edge.get(box.id)
     assert (record.state, record.cause, record.is_infra) == ("failed", "oom" if oom else "chronus_lost", not oom)
     with pytest.raises(SandboxGone) as gone:
         await edge.run(box.id, shell("true"))
     assert gone.value.detail["cause"] == record.cause
     assert gone.value.is_infra is record.is_infra
-    # Asking for what is known still works.
+    # Asking for what is known still works, also of a later edge.
+    edge = await host.reboot()
+    assert edge.life(box.id).execs.describe(edge.life(box.id).execs.get("e")).is_infra is not oom
     assert (await output(edge.life(box.id), "e"))["stdout"] == b"a\n"
 
 

@@ -270,6 +270,29 @@ async def test_files_are_written_read_and_listed_by_bytes(client):
     await client.error("PUT", f"{box}/files?path=/x&mode=999", 400, data=b"")
 
 
+async def test_an_upload_that_is_cut_off_is_no_file(client, host, tmp_path):
+    """A client that dies half-way leaves the old file as it was."""
+    box = await client.create()
+    await client.call("PUT", f"{box}/files?path=/tmp/f", data=b"old", status=200)
+    life = host.service.life(box.rsplit("/", 1)[1])
+    for head in (b"content-length: 1000000\r\n", b"transfer-encoding: chunked\r\n"):
+        _, writer = await asyncio.open_unix_connection(str(tmp_path / "e.sock"))
+        writer.write(b"PUT " + box.encode() + b"/files?path=/tmp/f HTTP/1.1\r\nhost: e\r\n" + head + b"\r\n")
+        writer.write(b"3e8\r\n" + b"n" * 1000 + b"\r\n")
+        await writer.drain()
+        while not life.busy:
+            await asyncio.sleep(0.001)
+        writer.transport.abort()
+        while life.busy:
+            await asyncio.sleep(0.001)
+        assert await client.call("GET", f"{box}/files?path=/tmp/f") == b"old"
+
+
+async def test_a_body_that_must_be_read_whole_is_limited(client):
+    """Nobody fills the memory of the edge with one request."""
+    assert (await client.error("POST", "/v1/sandboxes", 413, data=io.BytesIO(b" " * 5_000_000))).code
+
+
 async def test_trees_go_in_and_out_as_tar(client):
     """What was packed comes back."""
     box = await client.create()

@@ -19,6 +19,8 @@ from opendsec_server.edge.results import is_large, result_pieces
 from opendsec_server.edge.service import EdgeService
 from opendsec_server.platform.http import EXCEPTION_HANDLERS, App, Receive, Scope, Send, error_headers
 
+#: Largest body of a request that is read whole, in bytes.
+MAX_JSON_BODY = 4 * 1024 * 1024
 #: Largest body of an exec request, in bytes: arguments, environment and standard input as base64.
 MAX_EXEC_BODY = 64 * 1024 * 1024
 _JSON = [(b"content-type", b"application/json")]
@@ -33,7 +35,7 @@ def build_litestar(service: EdgeService | None) -> Litestar:
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
         exception_handlers=EXCEPTION_HANDLERS,
         openapi_config=OpenAPIConfig(title="OpenDSec edge", version="v1", path="/schema"),
-        request_max_body_size=None,
+        request_max_body_size=MAX_JSON_BODY,
     )
 
 

@@ -63,6 +63,8 @@ class Exit(msgspec.Struct, tag="x", kw_only=True, omit_defaults=True):
     at: float
     exit: ExecExit | None = None
     oom: bool = False
+    #: If the outcome is lost: whether the infrastructure is to blame.
+    infra: bool = True
 
 
 class Closed(msgspec.Struct, tag="c", array_like=True):

@@ -46,6 +46,7 @@ class Exec:
         "deaf",
         "ended_at",
         "exit",
+        "infra",
         "launching",
         "logged",
         "lost_outcome",
@@ -69,6 +70,8 @@ class Exec:
         self.at_end = False
         #: The sandbox ended first, or what happened cannot be known.
         self.lost_outcome = False
+        #: The infrastructure is to blame for that.
+        self.infra = False
         #: A request of this process is telling chronus; on a new connection it does so again by itself.
         self.launching = False
         self.channel: Channel | None = None
@@ -160,10 +163,29 @@ class Exec:
 class ExecTable:
     """All execs of one sandbox that are remembered."""
 
-    __slots__ = ("_feeding", "_kept", "_oom_kills", "execs", "last_end", "log", "oom_seen", "running", "sandbox_id")
+    __slots__ = (
+        "_feeding",
+        "_kept",
+        "_on_end",
+        "_oom_kills",
+        "execs",
+        "last_end",
+        "log",
+        "oom_seen",
+        "running",
+        "sandbox_id",
+    )
 
     def __init__(
-        self, sandbox_id: str, folder: Path, *, limit: int, head: int, kept: int, oom_kills: Callable[[str], int]
+        self,
+        sandbox_id: str,
+        folder: Path,
+        *,
+        limit: int,
+        head: int,
+        kept: int,
+        oom_kills: Callable[[str], int],
+        on_end: Callable[[float], None],
     ) -> None:
         self.sandbox_id = sandbox_id
         self.log = ExecLog(folder, limit=limit, head=head)
@@ -171,6 +193,7 @@ class ExecTable:
         self.running = 0
         self._kept = kept
         self._oom_kills = oom_kills
+        self._on_end = on_end
         #: OOM kills in the sandbox that were known when a command last started or ended.
         self.oom_seen = 0
         #: When a command last ended.
@@ -200,6 +223,7 @@ class ExecTable:
         self.running -= 1
         stored = self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at, exit=exit_, oom=exec_.oom))
         exec_.start.spec = _slim(exec_.start.spec)
+        self._on_end(exit_.duration_ms / 1000)
         exec_.wake()
         return stored
 
@@ -210,15 +234,16 @@ class ExecTable:
             self._note(exec_, Closed(exec_.start.spec.id))
             exec_.wake()
 
-    def lose(self, exec_: Exec) -> None:
-        """Settle that the outcome cannot be known."""
+    def lose(self, exec_: Exec, *, infra: bool = True) -> None:
+        """Settle that the outcome cannot be known; ``infra``: the infrastructure is to blame."""
         if exec_.is_over:
             return
         exec_.lost_outcome = True
+        exec_.infra = infra
         exec_.state = "lost"
         exec_.ended_at = self.last_end = time.time()
         self.running -= 1
-        self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at))
+        self._note(exec_, Exit(id=exec_.start.spec.id, at=exec_.ended_at, infra=infra))
         exec_.start.spec = _slim(exec_.start.spec)
         exec_.wake()
 
@@ -240,10 +265,10 @@ class ExecTable:
         self._feeding.add(task)
         task.add_done_callback(self._feeding.discard)
 
-    def lose_all(self) -> None:
-        """The sandbox ended: what ran has an unknown outcome."""
+    def lose_all(self, *, infra: bool) -> None:
+        """The sandbox ended: what ran has an unknown outcome; ``infra``: the infrastructure ended it."""
         for exec_ in self.execs.values():
-            self.lose(exec_)
+            self.lose(exec_, infra=infra)
         for task in list(self._feeding or ()):
             task.cancel()
 
@@ -365,7 +390,7 @@ class ExecTable:
             "ended_at": exec_.ended_at,
             "stdout_bytes": exec_.streams[0].total,
             "stderr_bytes": exec_.streams[1].total,
-            "is_infra": exec_.lost_outcome,
+            "is_infra": exec_.infra,
         }
         if exit_ is not None:
             facts |= {
@@ -488,6 +513,7 @@ class ExecTable:
             case Exit():
                 known.exit, known.oom, known.ended_at = record.exit, record.oom, record.at
                 known.lost_outcome = record.exit is None
+                known.infra = known.lost_outcome and record.infra
                 known.state = "exited" if record.exit is not None else "lost"
             case Closed():
                 known.at_end = True

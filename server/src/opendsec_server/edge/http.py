@@ -151,7 +151,7 @@ async def get_exec(
     exec_ = life.execs.get(exec_id)
     if wait_seconds > 0:
         with life.use():
-            await exec_.wait_over(min(wait_seconds, 86_400.0))
+            await service.wait_exec(life, exec_, min(wait_seconds, 86_400.0))
     if output and is_large(exec_):
         return StreamAnswer(_each(result_pieces(life.execs, exec_)), MediaType.JSON)
     return Response(life.execs.result(exec_) if output else life.execs.describe(exec_))
@@ -184,7 +184,12 @@ async def signal_exec(sandbox_id: str, exec_id: str, data: models.Signal, servic
     await service.signal(sandbox_id, exec_id, data.signal, tree=data.tree)
 
 
-@post("/v1/sandboxes/{sandbox_id:str}/execs/{exec_id:str}/stdin", status_code=HTTP_204_NO_CONTENT, tags=["execs"])
+@post(
+    "/v1/sandboxes/{sandbox_id:str}/execs/{exec_id:str}/stdin",
+    status_code=HTTP_204_NO_CONTENT,
+    tags=["execs"],
+    request_max_body_size=None,
+)
 async def write_stdin(request: Req, sandbox_id: str, exec_id: str, service: EdgeService, eof: bool = False) -> None:
     """Write the body to standard input; with ``eof`` then end it. Waits while the command does not read."""
     life = service.life(sandbox_id)
@@ -303,7 +308,7 @@ async def read_file(
     return StreamAnswer(pieces(), OCTETS)
 
 
-@put(_FILES, status_code=HTTP_200_OK, tags=["files"])
+@put(_FILES, status_code=HTTP_200_OK, tags=["files"], request_max_body_size=None)
 async def write_file(
     request: Req,
     sandbox_id: str,
@@ -427,7 +432,12 @@ async def read_archive(
     return StreamAnswer(pieces(), "application/x-tar")
 
 
-@put("/v1/sandboxes/{sandbox_id:str}/archive", status_code=HTTP_204_NO_CONTENT, tags=["files"])
+@put(
+    "/v1/sandboxes/{sandbox_id:str}/archive",
+    status_code=HTTP_204_NO_CONTENT,
+    tags=["files"],
+    request_max_body_size=None,
+)
 async def write_archive(
     request: Req,
     sandbox_id: str,

@@ -95,7 +95,7 @@ async def import_image(data: models.ImportImage, service: EdgeService) -> Respon
     return StreamAnswer(progress_lines(work), NDJSON)
 
 
-@put("/v1/images", status_code=HTTP_200_OK, tags=["images"])
+@put("/v1/images", status_code=HTTP_200_OK, tags=["images"], request_max_body_size=None)
 async def upload_image(
     request: Request[Any, Any, Any],
     service: EdgeService,

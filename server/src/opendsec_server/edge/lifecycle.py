@@ -308,7 +308,7 @@ class Life:
         if self.channel is not None:
             await self.channel.aclose()
             self.channel = None
-        self.execs.lose_all()
+        self.execs.lose_all(infra=self.record.is_infra)
         delay = 0.05
         while True:
             try:

@@ -78,6 +78,8 @@ async def run(config: Config) -> None:
     tidying = asyncio.create_task(tidy(layers))
     # What was made until now stays: the collector need not look at it again.
     gc.freeze()
+    # Full collections look at everything of every sandbox; the young ones find nearly all there is.
+    gc.set_threshold(10_000, 20, 50)
     app = EdgeApp(service, build_litestar(service))  # type: ignore[arg-type]
     try:
         async with open_server(app, [config.edge_address]):

@@ -144,10 +144,20 @@ class EdgeService:
             head=edge.spool_head_bytes,
             kept=edge.execs_kept,
             oom_kills=self.backend.oom_kills,
+            on_end=self.metrics.exec_ended,
         )
 
     def _ended(self, life: Life) -> None:
-        self.metrics.ended(life.record)
+        record = life.record
+        _log.info(
+            "sandbox_ended",
+            sandbox=record.id,
+            state=record.state,
+            cause=record.cause,
+            is_infra=record.is_infra,
+            limits_hit=record.limits_hit,
+        )
+        self.metrics.ended(record)
         self.reaper.watch(life)
 
     # -- sandboxes --
@@ -174,7 +184,9 @@ class EdgeService:
         self.reaper.watch(life)
         begun = time.perf_counter()
         await life.bring_up(lambda: self._start(spec))
-        self.metrics.created(time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.metrics.created(seconds)
+        _log.info("sandbox_running", sandbox=life.id, image=request.container_image, seconds=round(seconds, 4))
         self.reaper.watch(life)
         return life.record
 
@@ -341,9 +353,20 @@ class EdgeService:
             if exec_ is None and spec is not None:
                 exec_ = await self._launch(life, spec, request.stdin)
             assert exec_ is not None  # noqa: S101 - one of the two ways was taken
-            if request.wait_seconds > 0 and not exec_.is_over:
-                await exec_.wait_over(request.wait_seconds)
+            await self.wait_exec(life, exec_, request.wait_seconds)
         return life.execs, exec_
+
+    @staticmethod
+    async def wait_exec(life: Life, exec_: Exec, seconds: float) -> None:
+        """Wait for the end of a command at most this long.
+
+        Raises:
+            SandboxGone: the sandbox ended meanwhile, and with it the command; asking again tells what is known of it.
+        """
+        if seconds > 0 and not exec_.is_over:
+            await exec_.wait_over(seconds)
+            if exec_.lost_outcome and life.ending is not None:
+                raise life.gone()
 
     async def run(self, sandbox_id: str, request: models.ExecRequest) -> models.Exec:
         """Do as ``start`` and describe the command; with its output if the request waits."""
