@@ -175,3 +175,80 @@ async def test_tcp(lane):
     one.close()
     server.close()
     await server.wait_closed()
+
+
+async def pieces(*data):
+    """Give pieces of a body."""
+    for piece in data:
+        yield piece
+        await asyncio.sleep(0)
+
+
+class Refusing:
+    """A server that answers before it has read the body, and closes at once."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.closed = asyncio.Event()
+
+    async def serve(self, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(self.answer)
+        await writer.drain()
+        writer.close()
+        self.closed.set()
+
+
+async def test_an_upload_and_its_answer(lane):
+    """A body in pieces, then the answer; the connection serves on."""
+
+    class Counting(Script):
+        async def serve(self, reader, writer):
+            assert b"transfer-encoding: chunked" in (await reader.readuntil(b"\r\n\r\n")).lower()
+            body = b""
+            while size := int(await reader.readline(), 16):
+                body += await reader.readexactly(size)
+                await reader.readline()
+            await reader.readline()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(str(len(body))), b"%d" % len(body)))
+            await Script([OK]).serve(reader, writer)
+
+    one = await lane(Counting())
+    assert await one.upload("PUT", "/", pieces(b"x" * 3_000_000, b"", b"yz"), 5) == (200, b"3000002")
+    assert await one.exchange("GET", "/", b"", 5) == (200, b"hi")
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_refused_upload_gives_the_reason(lane, late):
+    """The answer counts even if the connection broke while the body was on its way."""
+    server = Refusing(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone")
+    one = await lane(server)
+
+    async def body():
+        yield b"x"
+        if late:
+            await server.closed.wait()
+        while True:
+            yield b"x" * 100_000
+
+    assert await one.upload("PUT", "/", body(), 5) == (404, b"none")
+
+
+async def test_an_upload_into_nothing_is_broken(lane):
+    """Without an answer the outcome is unknown."""
+    one = await lane(Refusing(b""))
+    with pytest.raises(Broken):
+        await one.upload("PUT", "/", pieces(*[b"x" * 100_000] * 50), 5)
+
+
+async def test_a_server_that_does_not_read_is_given_up(lane):
+    """Waiting for room has an end."""
+
+    class Deaf(Script):
+        async def serve(self, reader, writer):
+            await asyncio.sleep(0.5)
+            writer.close()
+
+    one = await lane(Deaf())
+    with pytest.raises(Silent):
+        await one.upload("PUT", "/", pieces(*[b"x" * 1_000_000] * 20), 0.05)

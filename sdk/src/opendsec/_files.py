@@ -9,7 +9,6 @@ from pathlib import PurePath
 import msgspec
 
 from opendsec._core import Core, query
-from opendsec._transport import Body
 from opendsec.api.errors import NotFound, OutputLimit
 from opendsec.api.models import FileInfo
 
@@ -185,7 +184,6 @@ class Files:
         await self._core.transport.call("POST", where, idempotent=False)
 
 
-async def put_stream(core: Core, target: str, body: Body) -> bytes:
+async def put_stream(core: Core, target: str, body: AsyncIterator[bytes]) -> bytes:
     """Send a body that cannot be sent twice and return the answer."""
-    async with core.transport.stream("PUT", target, body, idle=600.0) as stream:
-        return b"".join([chunk async for chunk in stream.chunks()])
+    return await core.transport.upload("PUT", target, body, idle=600.0)

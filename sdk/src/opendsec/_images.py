@@ -11,7 +11,6 @@ import msgspec
 
 from opendsec._core import Core, query
 from opendsec._tar import pack
-from opendsec._transport import Body
 from opendsec._trees import in_thread
 from opendsec.api.errors import ErrorBody, InvalidArgument, NotFound, OutcomeUnknown, from_body
 from opendsec.api.models import DebianSource, Image, ImageConfig, ImportImage, Progress, TagImage
@@ -128,7 +127,11 @@ class Images:
         """
         source = DebianSource(suite=suite, packages=list(packages), variant=variant)
         body = msgspec.json.encode(ImportImage(reference=reference, kind=kind, debian=source, config=config))
-        return await self._follow("POST", "/v1/images", body, on_progress)
+        image: Image | None = None
+        async with self._core.transport.stream("POST", "/v1/images", body, idle=_IMPORT_IDLE) as stream:
+            async for line in stream.lines():
+                image = _step(line, on_progress) or image
+        return _made(image)
 
     async def _put(  # noqa: PLR0917
         self,
@@ -141,21 +144,27 @@ class Images:
     ) -> Image:
         encoded = None if config is None else msgspec.json.encode(config)
         target = "/v1/images" + query(reference=reference, kind=kind, config=encoded)
-        return await self._follow("PUT", target, _counted(pieces, size, on_progress), on_progress)
-
-    async def _follow(self, method: str, target: str, body: Body, on_progress: OnProgress | None) -> Image:
+        body = _counted(pieces, size, on_progress)
+        answer = await self._core.transport.upload("PUT", target, body, idle=_IMPORT_IDLE)
         image: Image | None = None
-        async with self._core.transport.stream(method, target, body, idle=_IMPORT_IDLE) as stream:
-            async for line in stream.lines():
-                progress = _progress.decode(line)
-                if progress.error is not None:
-                    raise from_body(_error(progress.error))
-                if on_progress is not None:
-                    on_progress(progress)
-                image = progress.image or image
-        if image is None:
-            raise OutcomeUnknown("the import ended without an answer")
-        return image
+        for line in answer.splitlines():
+            image = _step(line, on_progress) or image
+        return _made(image)
+
+
+def _step(line: bytes, on_progress: OnProgress | None) -> Image | None:
+    progress = _progress.decode(line)
+    if progress.error is not None:
+        raise from_body(_error(progress.error))
+    if on_progress is not None:
+        on_progress(progress)
+    return progress.image
+
+
+def _made(image: Image | None) -> Image:
+    if image is None:
+        raise OutcomeUnknown("the import ended without an answer")
+    return image
 
 
 def _error(raw: object) -> ErrorBody:

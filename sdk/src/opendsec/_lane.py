@@ -1,7 +1,10 @@
 """The fast lane: small exchanges over plain HTTP/1.1, at a third of the CPU time of the HTTP library.
 
 Every ``run_shell`` passes here. A connection carries one exchange at a time:
-one write, one future, one parsed head. Streams and TLS go through the HTTP library instead.
+one write, one future, one parsed head. Answers that stream and TLS go through the HTTP library instead.
+
+Uploads go here, too: a server that refuses one may answer and close while the body is still on its way. What it said is
+read even if writing to it has already failed; the HTTP library would only report the broken pipe.
 
 How it fails: ``ConnectFailed`` before anything was sent (nothing happened), ``Broken`` afterwards (the outcome is
 unknown), ``Silent`` if no byte came for the idle time. An exchange that is cancelled closes its connection.
@@ -10,9 +13,11 @@ unknown), ``Silent`` if no byte came for the idle time. An exchange that is canc
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 _CONNECT_SECONDS = 10.0
@@ -48,8 +53,8 @@ class _Connection(asyncio.Protocol):
     ``idle → waiting for the head → waiting for the body → idle``; whatever does not fit closes it.
     """
 
-    __slots__ = ("_body", "_buffer", "_expect", "_idle", "_keep", "_lost", "_status", "_timer", "_transport", "_waiter",
-                 "closed", "last_used")  # fmt: skip
+    __slots__ = ("_body", "_buffer", "_copy", "_expect", "_idle", "_keep", "_lost", "_status", "_timer", "_transport",
+                 "_waiter", "_writable", "closed", "last_used")  # fmt: skip
 
     def __init__(self, lost: Callable[[_Connection], None]) -> None:
         self._lost = lost
@@ -63,6 +68,9 @@ class _Connection(asyncio.Protocol):
         self._expect = -1
         self._keep = True
         self._idle = 0.0
+        #: Second descriptor of the socket while an upload is under way.
+        self._copy = -1
+        self._writable: asyncio.Future[None] | None = None
         self.closed = False
         self.last_used = 0.0
 
@@ -77,12 +85,55 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         return waiter
 
+    async def upload(
+        self, loop: asyncio.AbstractEventLoop, head: bytes, pieces: AsyncIterator[bytes], idle: float
+    ) -> Answer:
+        """Send a head and a body in pieces, and return the answer, also one that comes before the body is complete.
+
+        Raises:
+            Broken: the outcome is unknown.
+            Exception: whatever ``pieces`` raises; the server then sees a body without an end.
+        """
+        transport = self._transport
+        assert transport is not None  # noqa: S101 - for the type checker
+        self._copy = os.dup(transport.get_extra_info("socket").fileno())
+        waiter: asyncio.Future[Answer] = loop.create_future()
+        self._waiter = waiter
+        waiter.add_done_callback(lambda _waiter: self.resume_writing())
+        self._expect = -1
+        transport.write(head)
+        async for piece in pieces:
+            if waiter.done() or transport.is_closing():
+                break
+            if piece:
+                transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                # Let the loop hear what the server says meanwhile.
+                await (self._drained(idle) if self._writable is not None else asyncio.sleep(0))
+        if waiter.done() or transport.is_closing():
+            self._keep = False
+        else:
+            transport.write(b"0\r\n\r\n")
+            self._idle, self.last_used = idle, loop.time()
+            self._timer = loop.call_later(idle, self._on_timer, loop)
+        return await waiter
+
+    async def _drained(self, idle: float) -> None:
+        try:
+            async with asyncio.timeout(idle):
+                if self._writable is not None:
+                    await self._writable
+        except TimeoutError as error:
+            raise Silent(f"nothing was read for {idle:g} s") from error
+
     def release(self) -> bool:
         """End the exchange; return whether the connection can carry another."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         waiter, self._waiter = self._waiter, None
+        self._close_copy()
+        if waiter is not None and waiter.done() and not waiter.cancelled():
+            waiter.exception()  # seen, also if the source of an upload failed first
         if waiter is None or not waiter.done() or waiter.cancelled() or not self._keep or self.closed:
             self.abort()
             return False
@@ -103,12 +154,24 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whoever waits, unless the end is the end of the answer."""
         self.closed = True
+        if exc is not None:
+            self._read_rest()
         self._transport = None
         self._lost(self)
         if self._expect == -3 and exc is None:
             self._finish(bytes(self._body))
         else:
             self._fail(Broken(f"the connection broke before the answer came ({exc})" if exc else "it was closed"))
+
+    def pause_writing(self) -> None:
+        """Let an upload wait."""
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """Let an upload go on."""
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the answer."""
@@ -122,6 +185,18 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _read_rest(self) -> None:
+        """Take what the server sent before writing to it failed."""
+        if self._copy >= 0:
+            with contextlib.suppress(OSError):
+                while data := os.read(self._copy, 65536):
+                    self.data_received(data)
+
+    def _close_copy(self) -> None:
+        if self._copy >= 0:
+            os.close(self._copy)
+            self._copy = -1
 
     def _on_head(self, data: bytes) -> None:
         if self._buffer:
@@ -238,6 +313,7 @@ class Lane:
         self._port = port
         name = host if port == 80 or path is not None else f"{host}:{port}"
         self._head = f" HTTP/1.1\r\nHost: {name}\r\n{headers}Content-Length: "
+        self._upload = f" HTTP/1.1\r\nHost: {name}\r\n{headers}Transfer-Encoding: chunked\r\n\r\n"
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._connecting = asyncio.Semaphore(_CONNECTING)
@@ -254,6 +330,15 @@ class Lane:
         connection = self._take() or await self._connect()
         try:
             return await connection.exchange(self._loop, request, idle)
+        finally:
+            if connection.release():
+                self._idle.append(connection)
+
+    async def upload(self, method: str, target: str, pieces: AsyncIterator[bytes], idle: float) -> Answer:
+        """Send a body in pieces over a fresh connection; else like ``exchange``."""
+        connection = await self._connect()
+        try:
+            return await connection.upload(self._loop, f"{method} {target}{self._upload}".encode("ascii"), pieces, idle)
         finally:
             if connection.release():
                 self._idle.append(connection)

@@ -301,6 +301,25 @@ class Transport:
         """Wait before another attempt; raise ``error`` if the deadline leaves no time for it."""
         await self._pause(attempt, error, deadline)
 
+    async def upload(self, method: str, target: str, pieces: AsyncIterator[bytes], *, idle: float) -> bytes:
+        """Send a body in pieces, once, and return the body of the answer.
+
+        Raises:
+            PlatformError: see the module; nothing is repeated.
+            Exception: whatever ``pieces`` raises.
+        """
+        lane = self._lane
+        if lane is None:
+            async with self.stream(method, target, pieces, idle=idle) as stream:
+                return b"".join([chunk async for chunk in stream.chunks()])
+        try:
+            status, answer = await lane.upload(method, target, _cut(pieces), idle)
+        except (ConnectFailed, Broken) as error:
+            raise _mapped(error, self.endpoint.shown) from error
+        if status >= 300:
+            raise error_of(status, answer)
+        return answer
+
     # -- streams ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -358,9 +377,15 @@ class _Source:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._body:
-                for start in range(0, len(chunk), _UPLOAD_CHUNK):
-                    yield chunk[start : start + _UPLOAD_CHUNK]
+            async for piece in _cut(self._body):
+                yield piece
         except Exception as error:
             self.error = error
             raise
+
+
+async def _cut(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Cut large pieces, so that one does not fill the memory of everything on the way."""
+    async for chunk in body:
+        for start in range(0, len(chunk), _UPLOAD_CHUNK):
+            yield chunk[start : start + _UPLOAD_CHUNK]
