@@ -14,6 +14,7 @@ from litestar.openapi import OpenAPIConfig
 from opendsec.api.errors import InvalidArgument, PlatformError, Unavailable
 from opendsec.api.models import ExecRequest
 from opendsec_server.edge.http import HANDLERS
+from opendsec_server.edge.http_files import FILE_HANDLERS
 from opendsec_server.edge.http_images import IMAGE_HANDLERS
 from opendsec_server.edge.results import is_large, result_pieces
 from opendsec_server.edge.service import EdgeService
@@ -31,7 +32,7 @@ _request = msgspec.json.Decoder(ExecRequest)
 def build_litestar(service: EdgeService | None) -> Litestar:
     """Put the documented application together; without a service it only documents itself."""
     return Litestar(
-        route_handlers=[*HANDLERS, *IMAGE_HANDLERS],
+        route_handlers=[*HANDLERS, *FILE_HANDLERS, *IMAGE_HANDLERS],
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
         exception_handlers=EXCEPTION_HANDLERS,
         openapi_config=OpenAPIConfig(title="OpenDSec edge", version="v1", path="/schema"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs
 
 import msgspec
 from litestar import MediaType, Request, Response, WebSocket, delete, get, post, put, websocket
@@ -19,9 +18,9 @@ from opendsec.api import models
 from opendsec.api.errors import InvalidArgument, PlatformError, UnsupportedCapability
 from opendsec_server.core.validate import check_network_rules
 from opendsec_server.edge.results import is_large, result_pieces
-from opendsec_server.edge.service import EdgeService, parse_labels
+from opendsec_server.edge.service import EdgeService
 from opendsec_server.edge.signal_names import signal_number
-from opendsec_server.platform.http import NDJSON, OCTETS, StreamAnswer
+from opendsec_server.platform.http import NDJSON, StreamAnswer
 
 _encode = msgspec.json.Encoder().encode
 #: The request, untyped where litestar's own generics say nothing more.
@@ -32,32 +31,19 @@ def _line(value: Any) -> bytes:
     return _encode(value) + b"\n"
 
 
-def path_of(request: Req, name: str = "path") -> bytes:
-    """Return a path parameter as the bytes that were percent-encoded.
+def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
+    """Turn ``key=value`` conditions into a dictionary.
 
     Raises:
-        InvalidArgument: absent, relative, or with a NUL byte.
+        InvalidArgument: a condition has no ``=``.
     """
-    raw = request.scope["query_string"].decode("latin-1")
-    values = parse_qs(raw, keep_blank_values=True, encoding="latin-1").get(name)
-    if not values:
-        raise InvalidArgument(f"{name} is missing", field=name)
-    path = values[-1].encode("latin-1")
-    if not path.startswith(b"/") or b"\0" in path:
-        raise InvalidArgument(f"{name} must be an absolute path without NUL bytes", field=name)
-    return path
-
-
-def _mode(text: str | None, default: int | None = None) -> int | None:
-    if text is None:
-        return default
-    try:
-        mode = int(text, 8)
-    except ValueError:
-        raise InvalidArgument("mode must be octal digits such as 755", field="mode") from None
-    if not 0 <= mode <= 0o7777:
-        raise InvalidArgument("mode must be between 0 and 7777", field="mode")
-    return mode
+    labels = {}
+    for pair in pairs:
+        key, mark, value = pair.partition("=")
+        if not mark or not key:
+            raise InvalidArgument(f"label condition {pair[:80]!r} is not key=value", field="label")
+        labels[key] = value
+    return labels
 
 
 # -- sandboxes ---------------------------------------------------------------------------------------------------------
@@ -273,184 +259,6 @@ async def attach(
                 await socket.close(code=1000)
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-_FILES = "/v1/sandboxes/{sandbox_id:str}/files"
-
-
-async def _limited(request: Req) -> AsyncIterator[bytes]:
-    async for piece in request.stream():
-        if piece:
-            yield piece
-
-
-@get(_FILES, tags=["files"])
-async def read_file(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    offset: int = 0,
-    length: int | None = None,
-    user: str = "0",
-) -> Response[bytes]:
-    """Stream a regular file or a range of it."""
-    life, name = service.life(sandbox_id), path_of(request)
-    if offset < 0 or (length is not None and length < 0):
-        raise InvalidArgument("offset and length must not be negative")
-
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        with life.use():
-            channel = await life.wait_channel()
-            async for piece in channel.read_file(name, offset=offset, length=length, user=user):
-                yield piece
-
-    return StreamAnswer(pieces(), OCTETS)
-
-
-@put(_FILES, status_code=HTTP_200_OK, tags=["files"], request_max_body_size=None)
-async def write_file(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    mode: str | None = None,
-    offset: int | None = None,
-    append: bool = False,
-    parents: bool = False,
-    user: str = "0",
-) -> dict[str, int]:
-    """Write the body to a regular file: atomically anew, at an offset, or at its end."""
-    life, name = service.life(sandbox_id), path_of(request)
-    with life.use():
-        channel = await life.wait_channel()
-        written = await channel.write_file(
-            name, _limited(request), mode=_mode(mode), offset=offset, append=append, parents=parents, user=user
-        )
-    return {"written": written}
-
-
-@delete(_FILES, status_code=HTTP_204_NO_CONTENT, tags=["files"])
-async def remove_file(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    recursive: bool = False,
-    user: str = "0",
-) -> None:
-    """Remove a file, an empty directory, or with ``recursive`` a tree."""
-    life, name = service.life(sandbox_id), path_of(request)
-    with life.use():
-        await (await life.wait_channel()).remove(name, recursive=recursive, user=user)
-
-
-@get(f"{_FILES}/stat", tags=["files"])
-async def stat_file(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    user: str = "0",
-) -> models.FileInfo:
-    """Describe a path without following a last symbolic link."""
-    life, name = service.life(sandbox_id), path_of(request)
-    with life.use():
-        return await (await life.wait_channel()).stat(name, user=user)
-
-
-@get(f"{_FILES}/list", tags=["files"])
-async def list_files(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    recursive: bool = False,
-    user: str = "0",
-) -> Response[bytes]:
-    """List a directory as lines of ``FileInfo``."""
-    life, name = service.life(sandbox_id), path_of(request)
-
-    async def lines() -> AsyncGenerator[bytes, None]:
-        with life.use():
-            channel = await life.wait_channel()
-            async for info in channel.list_dir(name, recursive=recursive, user=user):
-                yield _line(info)
-
-    return StreamAnswer(lines(), NDJSON)
-
-
-@post(f"{_FILES}/mkdir", status_code=HTTP_204_NO_CONTENT, tags=["files"])
-async def make_directory(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    mode: str | None = None,
-    parents: bool = False,
-    user: str = "0",
-) -> None:
-    """Make a directory, with ``parents`` also those above it."""
-    life, name = service.life(sandbox_id), path_of(request)
-    with life.use():
-        channel = await life.wait_channel()
-        await channel.mkdir(name, mode=_mode(mode, 0o755) or 0, parents=parents, user=user)
-
-
-@post(f"{_FILES}/move", status_code=HTTP_204_NO_CONTENT, tags=["files"])
-async def move_file(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    source: str,
-    target: str,
-    user: str = "0",
-) -> None:
-    """Rename a file or a tree."""
-    life, old, new = service.life(sandbox_id), path_of(request, "source"), path_of(request, "target")
-    with life.use():
-        await (await life.wait_channel()).move(old, new, user=user)
-
-
-@get("/v1/sandboxes/{sandbox_id:str}/archive", tags=["files"])
-async def read_archive(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    user: str = "0",
-) -> Response[bytes]:
-    """Stream a tree as tar, names relative to ``path``."""
-    life, name = service.life(sandbox_id), path_of(request)
-
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        with life.use():
-            channel = await life.wait_channel()
-            async for piece in channel.tar_out(name, user=user):
-                yield piece
-
-    return StreamAnswer(pieces(), "application/x-tar")
-
-
-@put(
-    "/v1/sandboxes/{sandbox_id:str}/archive",
-    status_code=HTTP_204_NO_CONTENT,
-    tags=["files"],
-    request_max_body_size=None,
-)
-async def write_archive(
-    request: Req,
-    sandbox_id: str,
-    service: EdgeService,
-    path: str,
-    user: str = "0",
-) -> None:
-    """Unpack a tar below ``path``; members that would leave it are refused."""
-    life, name = service.life(sandbox_id), path_of(request)
-    with life.use():
-        await (await life.wait_channel()).tar_in(name, _limited(request), user=user)
-
-
 # -- the node ----------------------------------------------------------------------------------------------------------
 
 
@@ -495,15 +303,6 @@ HANDLERS: Sequence[BaseRouteHandler] = (
     write_stdin,
     delete_exec,
     attach,
-    read_file,
-    write_file,
-    remove_file,
-    stat_file,
-    list_files,
-    make_directory,
-    move_file,
-    read_archive,
-    write_archive,
     list_nodes,
     drain_node,
     healthz,

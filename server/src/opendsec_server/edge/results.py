@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from opendsec_server.edge.execs import Exec, ExecTable
+from opendsec_server.edge.exec_sink import Exec
+from opendsec_server.edge.execs import ExecTable
 
 #: Results with more output than this are sent in pieces, in bytes.
 LARGE_BYTES = 512 * 1024

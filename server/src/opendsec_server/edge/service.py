@@ -17,7 +17,6 @@ from opendsec import __version__
 from opendsec.api import ids, models
 from opendsec.api.errors import (
     Internal,
-    InvalidArgument,
     NotFound,
     OutcomeUnknown,
     PlatformError,
@@ -31,7 +30,8 @@ from opendsec_server.core.spec import SandboxSpec
 from opendsec_server.core.validate import check_create
 from opendsec_server.edge.admission import Admission, HostLoad
 from opendsec_server.edge.commands import exec_spec
-from opendsec_server.edge.execs import Exec, ExecTable
+from opendsec_server.edge.exec_sink import Exec
+from opendsec_server.edge.execs import ExecTable
 from opendsec_server.edge.journal import Journal, Row
 from opendsec_server.edge.lifecycle import Life, Lives
 from opendsec_server.edge.metrics import EdgeMetrics
@@ -486,18 +486,3 @@ class EdgeService:
     def layer_in_use(self, digest: str) -> bool:
         """Tell whether a live sandbox uses a layer."""
         return any(digest in life.record.layers for life in self.lives.live())
-
-
-def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
-    """Turn ``key=value`` conditions into a dictionary.
-
-    Raises:
-        InvalidArgument: a condition has no ``=``.
-    """
-    labels = {}
-    for pair in pairs:
-        key, mark, value = pair.partition("=")
-        if not mark or not key:
-            raise InvalidArgument(f"label condition {pair[:80]!r} is not key=value", field="label")
-        labels[key] = value
-    return labels
