@@ -21,8 +21,6 @@ def layer_file(local: LocalServer, digest: str) -> Path:
 
 def oci_spec(local: LocalServer) -> dict[str, Any]:
     """Return the OCI configuration of a sandbox without limits, as the backend would write it."""
-    hosts = local.data_dir / "bench-hosts"
-    hosts.write_text("127.0.0.1\tlocalhost\n")
     builder = OciConfig(
         root=Path("rootfs"), tools=tools.locate(local.config), cgroup_parent="opendsec-floor", limit_swap=False
     )
@@ -35,5 +33,5 @@ def oci_spec(local: LocalServer) -> dict[str, Any]:
         limits=Limits(),
         hostname="floor",
     )
-    rendered: dict[str, Any] = json.loads(builder.render(spec, hosts))
+    rendered: dict[str, Any] = json.loads(builder.render(spec))
     return rendered

@@ -2,9 +2,9 @@
 
 What there is of a sandbox on the host, in the order it is made:
 
-1. the layers' shared EROFS mounts, counted for it;
-2. its scratch folder (``upper``, ``work``, ``config.json``, ``hosts``, ``pid``);
-3. its socket file ``<run_dir>/s/<id>``, which exists on the host only;
+1. its socket file ``<run_dir>/s/<id>``, which exists on the host only;
+2. the layers' shared EROFS mounts, counted for it;
+3. its scratch folder (``upper``, ``work``, ``config.json``, ``pid``);
 4. the runtime's state folder, its cgroups, its processes.
 
 The overlay is mounted in a mount namespace of the thread that starts the runtime: nobody else ever sees it, and it goes
@@ -28,6 +28,7 @@ import structlog
 
 from opendsec.api.errors import DiskFull, PlatformError, SandboxGone, Unavailable
 from opendsec_server.backends.container.oci import OciConfig
+from opendsec_server.backends.container.rootfs import copy_root_attributes, write_identity
 from opendsec_server.backends.container.runtime import Runc, missing_runtimes
 from opendsec_server.backends.container.scratch import make_scratch
 from opendsec_server.backends.protocol import Capabilities
@@ -37,12 +38,15 @@ from opendsec_server.core.spec import SandboxSpec, Usage
 from opendsec_server.images.interface import LayerMounts
 from opendsec_server.linux import processes
 from opendsec_server.linux.cgroups import Cgroups
-from opendsec_server.linux.mounts import mount, private_mounts
+from opendsec_server.linux.mounts import private_mounts
+from opendsec_server.linux.overlay import mount_overlay
 from opendsec_server.platform.config import Config
 from opendsec_server.tools import locate
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
+#: How long a runtime and chronus may take together until the first answer, in seconds.
+START_SECONDS = 60.0
 #: Connections that may wait at a sandbox's socket.
 _BACKLOG = 8
 
@@ -125,47 +129,71 @@ class ContainerBackend:
 
     async def start(self, spec: SandboxSpec) -> Channel:
         """Bring a sandbox up."""
-        starting = asyncio.ensure_future(self._in_thread(self._start, spec))
+        work = asyncio.create_task(self._bring_up(spec))
         try:
-            await asyncio.shield(starting)
-            return await connect(self._sockets / spec.id)
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The thread cannot be interrupted: what it makes is removed when it is done, however often we are told.
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            if work.exception() is None:
+                await work.result().aclose()
+                await asyncio.shield(self.remove(spec.id))
+            raise
+
+    async def _bring_up(self, spec: SandboxSpec) -> Channel:
+        """Start and connect; whatever goes wrong, nothing is left."""
+        try:
+            with contextlib.closing(self._listen(spec.id)) as listener:
+                # The hello waits in the socket until chronus is there: no time is lost between the two.
+                greeting = asyncio.create_task(connect(self._sockets / spec.id, timeout=START_SECONDS))
+                try:
+                    await self._in_thread(self._start, spec, listener)
+                    return await greeting
+                except BaseException:
+                    greeting.cancel()
+                    with contextlib.suppress(Exception, asyncio.CancelledError):
+                        await (await greeting).aclose()
+                    raise
         except BaseException as error:
-            # The thread cannot be interrupted: what it makes is removed when it is done.
-            with contextlib.suppress(Exception):
-                await starting
-            await asyncio.shield(self.remove(spec.id))
+            await self.remove(spec.id)
             if isinstance(error, OSError) and not isinstance(error, PlatformError):
                 raise _as_platform(error) from error
             raise
 
-    def _start(self, spec: SandboxSpec) -> None:
+    def _listen(self, sandbox_id: str) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(str(self._sockets / sandbox_id))
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _start(self, spec: SandboxSpec, listener: socket.socket) -> None:
         assert self._oci is not None, "the backend is not open"  # noqa: S101 - a defect of the caller
         layers = self._layers.acquire(spec.id, spec.layers)
         folder = self._scratch.create(spec.id, spec.limits.disk_mb)
         for name in ("upper", "work"):
             (folder / name).mkdir(mode=0o755)
-        hosts = folder / "hosts"
-        hosts.write_text(f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost\n127.0.1.1\t{spec.hostname}\n")
-        hosts.chmod(0o644)
-        (folder / "config.json").write_bytes(self._oci.render(spec, hosts))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-            listener.bind(str(self._sockets / spec.id))
-            listener.listen(_BACKLOG)
-            with private_mounts():
-                self._mount_root(layers, folder)
-                pid = self._runtime.start(spec.id, folder, listener.fileno())
+        (folder / "config.json").write_bytes(self._oci.render(spec))
+        with private_mounts():
+            self._mount_root(layers, folder)
+            write_identity(self._root, spec.hostname)
+            pid = self._runtime.start(spec.id, folder, listener.fileno())
         pidfd = processes.open_pidfd(pid)
         if pidfd is None:
             raise Unavailable("pid 1 ended at once")
         self._pidfds[spec.id] = pidfd
 
     def _mount_root(self, layers: list[Path], folder: Path) -> None:
-        # The topmost layer comes first. Names relative to a working directory keep many layers within a page of
-        # options; this thread's directory is its own in its own mount namespace.
-        os.chdir(layers[0].parent)
-        lower = ":".join(layer.name for layer in reversed(layers))
-        options = f"lowerdir={lower},upperdir={folder / 'upper'},workdir={folder / 'work'},metacopy=off,index=off"
-        mount("overlay", self._root, "overlay", data=options)
+        upper = folder / "upper"
+        copy_root_attributes(layers[-1], upper)
+        # Nothing of a sandbox outlives the host, so syncing its upper would buy nothing: ``volatile`` leaves it out.
+        options = ("metacopy=off", "index=off", "volatile")
+        mount_overlay(self._root, layers[::-1], upper, folder / "work", options=options)
 
     # -- finding --
 

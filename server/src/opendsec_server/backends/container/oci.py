@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from opendsec.api.errors import UnsupportedCapability
 from opendsec_server.backends.container.seccomp import profile
 from opendsec_server.core.spec import SandboxSpec
 from opendsec_server.linux.processes import CAP_SYS_RESOURCE, has_capability
@@ -36,6 +37,8 @@ _MASKED = (
     "/sys/kernel/security", "/sys/kernel/mm", "/sys/devices/virtual/powercap", "/sys/fs/bpf", "/sys/fs/pstore",
 )  # fmt: skip
 _READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+#: Group 5 is ``tty`` wherever there is one.
+_PTS_OPTIONS = ("ptmxmode=0666", "mode=0620", "gid=5")
 _CPU_PERIOD = 100_000
 _OPEN_FILES = 65_536
 _encode = msgspec.json.Encoder().encode
@@ -66,9 +69,20 @@ class OciConfig:
         self._max_open_files = 2**20 if privileged else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         self._seccomp = msgspec.Raw(_encode(profile(os.uname().machine)))
 
-    def render(self, spec: SandboxSpec, hosts: Path) -> bytes:
-        """Return ``config.json`` for a sandbox."""
-        open_files = min(spec.limits.open_files or _OPEN_FILES, self._max_open_files)
+    def render(self, spec: SandboxSpec) -> bytes:
+        """Return ``config.json`` for a sandbox.
+
+        Raises:
+            UnsupportedCapability: this process may not give as many open files.
+        """
+        open_files = spec.limits.open_files or min(_OPEN_FILES, self._max_open_files)
+        if open_files > self._max_open_files:
+            raise UnsupportedCapability(
+                f"open_files_limit can be {self._max_open_files} at most on this node", field="open_files_limit"
+            )
+        memory = spec.limits.memory_mb
+        # Shared memory counts for the memory limit; a smaller limit of its own would only break programs.
+        shm_size = [f"size={memory}m"] if memory is not None else []
         capabilities = list(CAPABILITIES)
         config = {
             "ociVersion": "1.0.2",
@@ -91,12 +105,21 @@ class OciConfig:
             "mounts": [
                 _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
                 _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=64k"),
-                _mount("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
-                _mount("/dev/shm", "tmpfs", "shm", "nosuid", "noexec", "nodev", "mode=1777", "size=65536k"),  # noqa: S108
+                _mount(
+                    "/dev/pts",
+                    "devpts",
+                    "devpts",
+                    "nosuid",
+                    "noexec",
+                    "newinstance",
+                    "ptmxmode=0666",
+                    "mode=0620",
+                    "gid=5",
+                ),
+                _mount("/dev/shm", "tmpfs", "shm", "nosuid", "noexec", "nodev", "mode=1777", *shm_size),  # noqa: S108
                 _mount("/dev/mqueue", "mqueue", "mqueue", "nosuid", "noexec", "nodev"),
                 _mount("/sys", "sysfs", "sysfs", "nosuid", "noexec", "nodev", "ro"),
                 _mount(TOOLS_INSIDE, "bind", str(self._tools), "bind", "ro", "nosuid", "nodev"),
-                _mount("/etc/hosts", "bind", str(hosts), "bind", "nosuid", "nodev", "noexec"),
             ],
             "linux": {
                 "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount", "cgroup")],

@@ -16,6 +16,8 @@ from opendsec_server.linux.processes import kill, open_pidfd
 
 #: Bytes of a runtime's log that are looked at.
 _LOG_BYTES = 64 * 1024
+#: How long a runtime may take to start a container, in seconds.
+RUN_SECONDS = 50.0
 #: How long a killed runtime may take to end, in seconds.
 ORPHAN_SECONDS = 10.0
 
@@ -79,7 +81,7 @@ class Runc:
                 (os.POSIX_SPAWN_OPEN, 2, null, os.O_WRONLY, 0),
             ],
         )
-        _, status = os.waitpid(child, 0)
+        status = _wait(child)
         if status != 0:
             raise self._failure(log, os.waitstatus_to_exitcode(status))
         return int(pid_file.read_text())
@@ -130,6 +132,27 @@ class Runc:
     def names(self) -> set[str]:
         """Return the ids of all state folders."""
         return {entry.name for entry in self._state.iterdir()} if self._state.exists() else set()
+
+
+def _wait(child: int) -> int:
+    """Return the status of a child; one that takes too long is killed.
+
+    Raises:
+        Unavailable: it took too long.
+    """
+    pidfd = os.pidfd_open(child)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        in_time = bool(poller.poll(int(RUN_SECONDS * 1000)))
+        if not in_time:
+            kill(pidfd)
+    finally:
+        os.close(pidfd)
+    _, status = os.waitpid(child, 0)
+    if not in_time:
+        raise Unavailable(f"the runtime did not start the sandbox within {RUN_SECONDS:g} s")
+    return status
 
 
 def missing_runtimes() -> dict[str, str]:
