@@ -140,6 +140,8 @@ async def _send_answer(answer: Answer, send: Send, watch: ClientWatch) -> None:
         await send({"type": "http.response.body", "body": answer.body})
         return
     watch.start()
+    # Granian sends the head with the first piece, be it empty; the output of a silent command may be long in coming.
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
     try:
         async with contextlib.aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
