@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opendsec_server.core.spec import Usage
+from opendsec_server.linux import processes
 from opendsec_server.linux.mounts import mountinfo
 
 #: How long a group may stay busy while the kernel lets go of its last processes, in seconds.
@@ -66,7 +67,68 @@ class Cgroups:
         for root in self.hierarchies.values():
             with contextlib.suppress(OSError):
                 found.update(map(int, (root / self.parent / name / "cgroup.procs").read_text().split()))
-        return found
+        # 0 stands for a process that this process cannot see.
+        return found - {0}
+
+    def prepare(self, *, memory_bytes: int, pids: int) -> None:
+        """Make the parent and bound what all sandboxes take together, so that those without limits spare the host.
+
+        Args:
+            memory_bytes: most memory of all.
+            pids: most processes and threads of all.
+
+        Raises:
+            OSError: the hierarchies cannot be written.
+        """
+        if self.mode == "v2":
+            group = self.hierarchies["unified"]
+            for part in Path(self.parent).parts:
+                _enable(group)
+                group /= part
+                group.mkdir(exist_ok=True)
+            _enable(group)
+            _bound(group / "memory.max", memory_bytes)
+            _bound(group / "pids.max", pids)
+            return
+        for controller, file, limit in (
+            ("memory", "memory.limit_in_bytes", memory_bytes),
+            ("pids", "pids.max", pids),
+        ):
+            if controller in self.hierarchies:
+                group = self.hierarchies[controller] / self.parent
+                group.mkdir(parents=True, exist_ok=True)
+                _bound(group / file, limit)
+
+    def kill(self, name: str) -> None:
+        """Kill all processes in a sandbox's groups and return when none is left. Blocking.
+
+        Raises:
+            TimeoutError: some do not die.
+        """
+        if self.mode == "v2":
+            with contextlib.suppress(OSError):  # absent before Linux 5.14: one by one then
+                (self.group(name, "unified") / "cgroup.kill").write_text("1")
+        deadline = time.monotonic() + BUSY_SECONDS
+        delay = 0.001
+        while found := self.pids(name):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes of {name} do not die: {sorted(found)[:10]}")
+            for pid in found:
+                self._kill_one(pid, name)
+            # A v1 group tells nobody when it is empty.
+            time.sleep(delay)
+            delay = min(delay * 2, 0.05)
+
+    def _kill_one(self, pid: int, name: str) -> None:
+        pidfd = processes.open_pidfd(pid)
+        if pidfd is None:
+            return
+        try:
+            # Looked at after the descriptor was had: the number cannot change hands any more.
+            if processes.in_cgroup(pid, f"{self.parent}/{name}"):
+                processes.kill(pidfd)
+        finally:
+            os.close(pidfd)
 
     def oom_kills(self, name: str) -> int:
         """Return how many processes the kernel killed for the memory limit; 0 if there is no such group."""
@@ -121,6 +183,22 @@ class Cgroups:
                 except OSError:
                     break
                 path = path.parent
+
+
+def _bound(file: Path, limit: int) -> None:
+    try:
+        file.write_text(str(limit))
+    except OSError as error:
+        # Adopted sandboxes use more already: the old bound stays.
+        if error.errno != errno.EBUSY:
+            raise
+
+
+def _enable(group: Path) -> None:
+    """Let the children of a v2 group be limited, as far as the controllers are there."""
+    there = (group / "cgroup.controllers").read_text().split()
+    wanted = [f"+{name}" for name in ("cpu", "cpuset", "io", "memory", "pids") if name in there]
+    (group / "cgroup.subtree_control").write_text(" ".join(wanted))
 
 
 def _remove_tree(group: Path) -> None:

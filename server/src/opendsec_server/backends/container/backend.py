@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import structlog
 
 from opendsec.api.errors import DiskFull, PlatformError, SandboxGone, Unavailable
@@ -47,6 +48,8 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 #: How long a runtime and chronus may take together until the first answer, in seconds.
 START_SECONDS = 60.0
+#: How long a pid 1 that does not answer is watched for its death before it counts as alive, in seconds.
+DYING_SECONDS = 1.0
 #: Connections that may wait at a sandbox's socket.
 _BACKLOG = 8
 
@@ -82,6 +85,12 @@ class ContainerBackend:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._runtime.end_orphans()
         self._scratch.open()
+        spare = self._config.edge.min_memory_available_bytes
+        self._cgroups.prepare(
+            memory_bytes=max(psutil.virtual_memory().total - spare, spare),
+            # The host's own programs need process numbers too.
+            pids=int(Path("/proc/sys/kernel/pid_max").read_text()) * 9 // 10,
+        )
         memory = self._cgroups.hierarchies.get("memory")
         self._oci = OciConfig(
             root=self._root,
@@ -222,6 +231,9 @@ class ContainerBackend:
         try:
             return await connect(self._sockets / sandbox_id)
         except Unavailable:
+            # Pid 1 closes its socket a moment before it is seen dead.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait_dead(sandbox_id), DYING_SECONDS)
             if self._pidfd(sandbox_id) is None:
                 raise SandboxGone(f"pid 1 of sandbox {sandbox_id} has ended") from None
             raise
@@ -277,12 +289,7 @@ class ContainerBackend:
 
     def _remove(self, sandbox_id: str) -> None:
         # A create that was cut off may have left the runtime's own helpers in the groups.
-        for pid in self._cgroups.pids(sandbox_id):
-            pidfd = processes.open_pidfd(pid)
-            if pidfd is not None:
-                if processes.in_cgroup(pid, f"{self._config.cgroup}/{sandbox_id}"):
-                    processes.kill(pidfd)
-                os.close(pidfd)
+        self._cgroups.kill(sandbox_id)
         self._cgroups.remove(sandbox_id)
         self._runtime.forget(sandbox_id)
         (self._sockets / sandbox_id).unlink(missing_ok=True)
