@@ -27,7 +27,7 @@ check-python: setup
 	ruff check --quiet .
 	ruff format --quiet --check .
 	mypy --no-error-summary sdk/src server/src
-	lint-imports --no-timing >$(STAMPS)/imports.log 2>&1 || { cat $(STAMPS)/imports.log; exit 1; }
+	lint-imports >$(STAMPS)/imports.log 2>&1 || { cat $(STAMPS)/imports.log; exit 1; }
 
 check-rust: setup
 	cargo fmt --all --check

@@ -206,8 +206,9 @@ class FakeExec:
     async def _or_signal(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await, unless a signal ends the command first."""
         task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self.signal}
         try:
-            await asyncio.wait({task, self.signal}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
         if self.signal.done():
