@@ -22,17 +22,24 @@ pub struct User {
     pub name: Vec<u8>,
 }
 
-/// Read a regular file up to the limit; anything else counts as empty.
-fn read_bounded(path: &CStr) -> Vec<u8> {
+/// Files up to this size need no memory from the heap.
+const SMALL: usize = 4096;
+
+/// Read a regular file up to the limit and hand it on; anything else counts as empty.
+fn with_file<T>(path: &CStr, f: impl FnOnce(&[u8]) -> T) -> T {
     let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY;
     let Ok(file) = sys::open_at(libc::AT_FDCWD, path, flags, 0) else {
-        return Vec::new();
+        return f(&[]);
     };
-    let size = match sys::regular_size(&file) {
-        Some(size) => size.min(MAX_FILE) as usize,
-        None => return Vec::new(),
+    let size = sys::regular_size(&file).unwrap_or(0).min(MAX_FILE) as usize;
+    let mut small = [0; SMALL];
+    let mut large = Vec::new();
+    let content = if size <= SMALL {
+        &mut small[..size]
+    } else {
+        large.resize(size, 0);
+        &mut large[..]
     };
-    let mut content = vec![0; size];
     let mut len = 0;
     while len < size {
         match sys::read(&file, &mut content[len..]) {
@@ -40,8 +47,8 @@ fn read_bounded(path: &CStr) -> Vec<u8> {
             _ => break,
         }
     }
-    content.truncate(len);
-    content
+    drop(file);
+    f(&content[..len])
 }
 
 fn number(text: &[u8]) -> Option<u32> {
@@ -52,8 +59,14 @@ fn number(text: &[u8]) -> Option<u32> {
     (value != u32::MAX).then_some(value)
 }
 
-fn fields(line: &[u8]) -> Vec<&[u8]> {
-    line.split(|b| *b == b':').take(16).collect()
+/// The first `N` fields of a line, if it has so many.
+fn fields<const N: usize>(line: &[u8]) -> Option<[&[u8]; N]> {
+    let mut parts = line.split(|b| *b == b':');
+    let mut found = [&line[..0]; N];
+    for field in &mut found {
+        *field = parts.next()?;
+    }
+    Some(found)
 }
 
 /// Resolve `user` (`name`, `uid`, `name:group`, `uid:gid`) in the given files.
@@ -70,8 +83,7 @@ pub fn resolve_in(user: &[u8], passwd: &[u8], group: &[u8]) -> Result<User, Stri
     let wanted_uid = number(who);
     let mut found = None;
     for line in passwd.split(|b| *b == b'\n') {
-        let f = fields(line);
-        let [name, _, uid, gid, _, home, ..] = f[..] else {
+        let Some([name, _, uid, gid, _, home]) = fields(line) else {
             continue;
         };
         let (Some(uid), Some(gid)) = (number(uid), number(gid)) else {
@@ -102,20 +114,20 @@ pub fn resolve_in(user: &[u8], passwd: &[u8], group: &[u8]) -> Result<User, Stri
     }
     if let Some(wanted) = wanted_group {
         let by_name = group.split(|b| *b == b'\n').find_map(|line| {
-            let f = fields(line);
-            (f.len() >= 3 && f[0] == wanted).then(|| number(f[2])).flatten()
+            let [name, _, gid] = fields(line)?;
+            (name == wanted).then(|| number(gid)).flatten()
         });
         result.gid = by_name
             .or_else(|| number(wanted))
             .ok_or_else(|| format!("no group {:?} in the sandbox", String::from_utf8_lossy(wanted)))?;
     } else if !result.name.is_empty() {
         for line in group.split(|b| *b == b'\n') {
-            let f = fields(line);
-            if f.len() < 4 || result.groups.len() >= 1024 {
+            let Some([_, _, gid, members]) = fields(line) else {
                 continue;
-            }
-            if f[3].split(|b| *b == b',').any(|member| member == result.name) {
-                result.groups.extend(number(f[2]));
+            };
+            let is_member = members.split(|b| *b == b',').any(|member| member == result.name);
+            if is_member && result.groups.len() < 1024 {
+                result.groups.extend(number(gid));
             }
         }
     }
@@ -127,7 +139,9 @@ pub fn resolve_in(user: &[u8], passwd: &[u8], group: &[u8]) -> Result<User, Stri
 /// # Errors
 /// A sentence for the caller if there is no such user or group.
 pub fn resolve(user: &[u8]) -> Result<User, String> {
-    resolve_in(user, &read_bounded(c"/etc/passwd"), &read_bounded(c"/etc/group"))
+    with_file(c"/etc/passwd", |passwd| {
+        with_file(c"/etc/group", |group| resolve_in(user, passwd, group))
+    })
 }
 
 #[cfg(test)]

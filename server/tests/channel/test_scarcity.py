@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +24,16 @@ def process_of(path: Path) -> int:
     raise AssertionError("no chronus")
 
 
-def pids_group() -> Path:
-    """Where process limits can be set: cgroup v1 or v2."""
-    group = Path("/sys/fs/cgroup/pids")
-    return group if group.is_dir() else Path("/sys/fs/cgroup")
+@contextlib.contextmanager
+def cgroup(controller: str, name: str) -> Iterator[Path]:
+    """A cgroup of our own for one controller, v1 or v2."""
+    parent = Path("/sys/fs/cgroup") / controller
+    group = (parent if parent.is_dir() else parent.parent) / f"opendsec-test-{name}"
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        group.rmdir()
 
 
 async def test_no_descriptor_left_is_a_typed_refusal(socket_path):
@@ -36,7 +45,7 @@ async def test_no_descriptor_left_is_a_typed_refusal(socket_path):
     with pytest.raises(Unavailable):
         await channel.exec_start(spec("true"), RecordingSink())
     with pytest.raises(Unavailable):
-        _ = [part async for part in channel.read_file(b"/etc/passwd")]
+        _ = [entry async for entry in channel.list_dir(b"/etc")]
     second = await connect(socket_path)
     third = await connect(socket_path)
     await third.ping()
@@ -50,21 +59,31 @@ async def test_no_descriptor_left_is_a_typed_refusal(socket_path):
 
 async def test_no_process_left_is_a_typed_refusal(tmp_path):
     """At a process limit a start is refused as a passing lack; what needs no process still works."""
-    mine = pids_group() / f"opendsec-test-{tmp_path.name}"
-    mine.mkdir()
-    try:
-        with running_chronus() as path:
-            channel = await connect(path)
-            (mine / "cgroup.procs").write_text(str(process_of(path)))
-            (mine / "pids.max").write_text("1")
-            with pytest.raises(Unavailable):
-                await channel.exec_start(spec("true"), RecordingSink())
-            assert (await channel.stat(b"/etc")).kind == "directory"
-            (mine / "pids.max").write_text("max")
-            assert (await run(channel, shell("echo fine"))).stdout == b"fine\n"
-            await channel.aclose()
-    finally:
-        mine.rmdir()
+    with cgroup("pids", tmp_path.name) as group, running_chronus() as path:
+        channel = await connect(path)
+        (group / "cgroup.procs").write_text(str(process_of(path)))
+        (group / "pids.max").write_text("1")
+        with pytest.raises(Unavailable):
+            await channel.exec_start(spec("true"), RecordingSink())
+        assert (await channel.stat(b"/etc")).kind == "directory"
+        (group / "pids.max").write_text("max")
+        assert (await run(channel, shell("echo fine"))).stdout == b"fine\n"
+        await channel.aclose()
+
+
+async def test_a_memory_bomb_dies_and_chronus_lives(tmp_path):
+    """At the memory limit the kernel takes the workload, again and again, never process 1."""
+    with cgroup("memory", tmp_path.name) as group, running_chronus(pid_namespace=True) as path:
+        channel = await connect(path)
+        limits = [name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists()]
+        (group / limits[0]).write_text(str(24 << 20))
+        (group / "cgroup.procs").write_text(str(process_of(path)))
+        bomb = str(probe_binary())
+        for _ in range(3):
+            sinks = await asyncio.gather(*(run(channel, spec(bomb, "eat", "200")) for _ in range(4)))
+            assert {sink.exit.signal for sink in sinks} == {9}
+        assert (await run(channel, shell("echo fine"))).stdout == b"fine\n"
+        await channel.aclose()
 
 
 async def test_idle_memory_is_as_promised(socket_path):

@@ -38,6 +38,32 @@ pub fn read(path: &[u8], offset: u64, length: Option<u64>) -> Result<Answer> {
     Ok(Answer::Done)
 }
 
+/// Read a range of a small file at once; `None` if it is not known to be small.
+pub fn read_small(path: &[u8], offset: u64, length: Option<u64>) -> Option<Result<Vec<u8>>> {
+    let file = match dir::open_regular(path, libc::O_RDONLY, 0) {
+        Ok(file) => file,
+        Err(error) => return Some(Err(error)),
+    };
+    let size = dir::stat_fd(&file).ok()?.0.st_size as u64;
+    // Files of the kernel (/proc, /sys) have no size, and reading them may take long.
+    if size == 0 || size > MAX_DATA as u64 {
+        return None;
+    }
+    let wanted = length.unwrap_or(u64::MAX).min(size.saturating_sub(offset)) as usize;
+    let mut data = vec![0; wanted];
+    let mut have = 0;
+    while have < wanted {
+        match file.read_at(&mut data[have..], offset + have as u64) {
+            Ok(0) => break,
+            Ok(n) => have += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Some(Err(e).at(path)),
+        }
+    }
+    data.truncate(have);
+    Some(Ok(data))
+}
+
 fn receive(file: &mut File, path: &[u8]) -> Result<u64> {
     let mut input = Input::default();
     let mut buf = vec![0; MAX_DATA];

@@ -13,7 +13,10 @@ use crate::spawn::refuse;
 impl Server {
     pub(super) fn start_op(&mut self, to: (u32, u32), request: &FileRequest<'_>) {
         if self.may_work_itself() {
-            if let Some(payload) = files::quick(request) {
+            if let Some((data, payload)) = files::quick(request) {
+                if let (Some(conn), false) = (self.conns.get_mut(&to.0), data.is_empty()) {
+                    frame::put(conn.queue(), Kind::Data, to.1, &data);
+                }
                 return self.respond(to, &payload);
             }
         }
