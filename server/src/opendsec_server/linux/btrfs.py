@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,26 +83,24 @@ def is_subvolume(path: Path) -> bool:
 
 
 _INO_LOOKUP = _ioctl(3, 18, 4096)
-_TREE_SEARCH = _ioctl(3, 17, 4096)
-_SEARCH_KEY = struct.Struct("=7Q4I4Q")
-_SEARCH_HEADER = struct.Struct("=QQQII")
-_QUOTA_TREE, _QGROUP_INFO = 8, 242
+_FS_INFO = _ioctl(2, 31, 1024)
+#: Counters of a quota group that make up what its limit is compared with.
+_COUNTERS = ("referenced", "rsv_data", "rsv_meta_pertrans", "rsv_meta_prealloc")
 
 
 def used_bytes(path: Path) -> int | None:
-    """Return what the quota of a subvolume counts (as of the last commit), or None without one."""
+    """Return what the quota of a subvolume counts now, or None without one.
+
+    The counters in memory are asked: those on disk are as old as the last commit.
+    """
     with _opened(path) as fd:
         lookup = bytearray(struct.pack("=QQ4080s", 0, SUBVOLUME_INODE, b""))
         fcntl.ioctl(fd, _INO_LOOKUP, lookup)
-        (subvolume,) = struct.unpack_from("=Q", lookup)
-        top = 2**64 - 1
-        key = _SEARCH_KEY.pack(
-            _QUOTA_TREE, 0, 0, subvolume, subvolume, 0, top, _QGROUP_INFO, _QGROUP_INFO, 1, 0, 0, 0, 0, 0
-        )
-        search = bytearray(key.ljust(4096, b"\0"))
-        fcntl.ioctl(fd, _TREE_SEARCH, search)
-        found = _SEARCH_KEY.unpack_from(search)[9]
-        if not found:
-            return None
-        _, referenced = struct.unpack_from("=QQ", search, _SEARCH_KEY.size + _SEARCH_HEADER.size)
-        return int(referenced)
+        info = bytearray(1024)
+        fcntl.ioctl(fd, _FS_INFO, info)
+    (subvolume,) = struct.unpack_from("=Q", lookup)
+    group = Path(f"/sys/fs/btrfs/{uuid.UUID(bytes=bytes(info[16:32]))}/qgroups/0_{subvolume}")
+    try:
+        return sum(int((group / name).read_text()) for name in _COUNTERS)
+    except FileNotFoundError:
+        return None
