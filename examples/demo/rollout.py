@@ -13,7 +13,7 @@ from opendsec import DSecClient, DSecContainerRunArgs, ExecResult, NotFound
 
 BASE, WORKSPACE = "demo/python:bookworm", "demo/toolz:1.0.0"
 #: A change may loop for ever: the CPU limit ends it, however busy the machine is.
-TESTS = "ulimit -t 8; exec python3 -m pytest -q -p no:cacheprovider --assert=plain --junitxml=/tmp/report.xml toolz"
+TESTS = "ulimit -t 4; exec python3 -m pytest -q -p no:cacheprovider --assert=plain --junitxml=/tmp/report.xml toolz"
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,16 @@ async def run_all(
     return [outcome for outcome in outcomes if outcome is not None], errors, busiest
 
 
+async def idle_node(client: DSecClient, seconds: float = 5.0) -> Node:
+    """Return the node once its newest view shows no sandbox (views are a second old at most)."""
+    deadline = time.monotonic() + seconds
+    while True:
+        node = (await client.nodes.list())[0]
+        if node.sandboxes == 0 or time.monotonic() > deadline:
+            return node
+        await asyncio.sleep(0.1)
+
+
 async def demo(server: LocalServer, options: argparse.Namespace, console: Console) -> bool:
     """Run the demo on a server and tell whether every rollout got its reward."""
     project = await asyncio.to_thread(fetch, CACHE)
@@ -97,7 +107,7 @@ async def demo(server: LocalServer, options: argparse.Namespace, console: Consol
         begin = time.perf_counter()
         outcomes, errors, busiest = await run_all(client, mutations, options.concurrency, console)
         seconds = time.perf_counter() - begin
-        after = (await client.nodes.list())[0]
+        after = await idle_node(client)
     report.rewards(console, outcomes)
     report.node_use(console, before, busiest, after)
     for error in errors:
