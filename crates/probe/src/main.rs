@@ -1,6 +1,7 @@
 //! Static test program: runs inside sandboxes, needs nothing of the image, and says what it finds on stdout.
 //!
-//! `probe caps | fds | ids | signals | env | dumpable | try SYSCALL… | eat MIB | spin MS | output BYTES | forks N | hold MS`
+//! `probe caps | fds | ids | signals | env | dumpable | try SYSCALL… | ioctl PATH NUMBER… | seize PID | eat MIB | spin MS
+//! | output BYTES | forks N | hold MS`
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -25,6 +26,8 @@ fn main() -> ExitCode {
         Some("env") => std::env::vars_os().for_each(|(key, value)| println!("{key:?}={value:?}")),
         Some("dumpable") => println!("{}", dumpable()),
         Some("try") => args[1..].iter().for_each(|name| try_syscall(name)),
+        Some("ioctl") => args[2..].iter().for_each(|number| try_ioctl(&args[1], number)),
+        Some("seize") => println!("seize {}", seize(number(1))),
         Some("eat") => eat(number(1)),
         Some("spin") => spin(number(1)),
         Some("output") => output(number(1)),
@@ -87,12 +90,33 @@ fn try_syscall(name: &str) {
     };
     // SAFETY: all pointers are null or the descriptors invalid, so that no call can do anything.
     let result = unsafe { libc::syscall(number, -1, 0, 0, 0, 0) };
-    let error = if result < 0 {
+    println!("{name} {}", error_number(result));
+}
+
+fn error_number(result: i64) -> i32 {
+    if result < 0 {
         std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
     } else {
         0
+    }
+}
+
+/// Ask a file for an ioctl by its hexadecimal number, without an argument, and tell the error number.
+fn try_ioctl(path: &str, number: &str) {
+    let Ok(file) = std::fs::File::open(path) else {
+        println!("{number} unopened");
+        return;
     };
-    println!("{name} {error}");
+    let request = u64::from_str_radix(number.trim_start_matches("0x"), 16).unwrap_or(0);
+    // SAFETY: the null argument makes every request fail that would read or write memory.
+    let result = unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(&file), request as _, 0) };
+    println!("{number} {}", error_number(i64::from(result)));
+}
+
+/// Begin to trace a process and tell the error number.
+fn seize(pid: u64) -> i32 {
+    // SAFETY: PTRACE_SEIZE takes no pointers.
+    error_number(unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid as libc::pid_t, 0, 0) })
 }
 
 /// Touch memory, then wait to be killed.
