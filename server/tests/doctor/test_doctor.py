@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -120,8 +118,7 @@ def test_the_exit_code_tells_whether_the_default_setup_can_run(
 def test_leaks_are_counted_by_kind_with_zeros(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Scripts find every kind in the JSON, and the exit code tells whether anything is left."""
     report = LeakReport(mounts=count, items={"mounts": ["/x"] * count} if count else {})
-    module = types.SimpleNamespace(report=lambda config: report)
-    monkeypatch.setitem(sys.modules, "opendsec_server.leaks", module)
+    monkeypatch.setattr(command.leaks, "report", lambda _config: report)
     result = CliRunner().invoke(app, ["doctor", "--leaks", "--json"])
     assert result.exit_code == (1 if count else 0)
     answer = json.loads(result.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from opendsec.api.errors import PlatformError
 from opendsec.api.models import LeakReport
+from opendsec_server import leaks
 from opendsec_server.doctor.examination import Examination, examine
 from opendsec_server.platform.config import Config, load
 
@@ -71,7 +71,7 @@ def text_of(result: Examination) -> str:
 
 
 def _leaks(config: Config, *, as_json: bool) -> bool:
-    report: LeakReport = importlib.import_module("opendsec_server.leaks").report(config)
+    report = leaks.report(config)
     counts = leak_counts(report)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode({**counts, "items": report.items})).decode())
