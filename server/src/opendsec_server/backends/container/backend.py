@@ -27,7 +27,7 @@ from typing import TypeVar
 import psutil
 import structlog
 
-from opendsec.api.errors import DiskFull, PlatformError, SandboxGone, Unavailable
+from opendsec.api.errors import DiskFull, PlatformError, SandboxGone, Unavailable, UnsupportedCapability
 from opendsec_server.backends.container.oci import OciConfig
 from opendsec_server.backends.container.rootfs import copy_root_attributes, write_identity
 from opendsec_server.backends.container.runtime import Runc, missing_runtimes
@@ -138,6 +138,9 @@ class ContainerBackend:
 
     async def start(self, spec: SandboxSpec) -> Channel:
         """Bring a sandbox up."""
+        if spec.runtime != self._runtime.name:
+            reason = _missing().get(spec.runtime, "it is unknown")
+            raise UnsupportedCapability(f"runtime {spec.runtime} cannot be used on this node: {reason}", field="runtime")
         work = asyncio.create_task(self._bring_up(spec))
         try:
             return await asyncio.shield(work)
