@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 from tests.contract.harness import ContainerHarness, FakeHarness, Layers
 
 from opendsec.api.errors import UnsupportedCapability
 from opendsec.api.models import Limits
-from opendsec_server.testing.backend_contract import CASES, shell
+from opendsec_server.testing.backend_contract import CASES, run, shell
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,18 @@ async def test_in_memory(name: str) -> None:
 
 
 @pytest.mark.root
+async def test_the_filter_is_there_whoever_loads_it(container: ContainerHarness) -> None:
+    """chronus loads it; the runtime does where privileges may grow, as chronus may not then."""
+    for free in (False, True):
+        spec = msgspec.structs.replace(container.spec(), allow_new_privileges=free)
+        channel = await container.backend.start(spec)
+        lines = (await shell(channel, "grep -E '^(NoNewPrivs|Seccomp):' /proc/self/status")).stdout.split()
+        assert lines == ["NoNewPrivs:", "0" if free else "1", "Seccomp:", "2"]
+        result = await run(channel, "/bin/probe", "try", "bpf", "keyctl", "unshare", "clone3")
+        assert result.stdout == "bpf 1\nkeyctl 1\nunshare 1\nclone3 38\n"
+
+
+@pytest.mark.root
 async def test_a_plain_folder_does_all_but_disk_limits(layers: Layers) -> None:
     """A limit that cannot be enforced makes the create fail; without one it works and is removed."""
     harness = ContainerHarness(layers, kind="folder")
@@ -54,7 +67,7 @@ async def test_a_plain_folder_does_all_but_disk_limits(layers: Layers) -> None:
         spec = harness.spec()
         channel = await harness.backend.start(spec)
         # Deeper than Python's own rmtree can go.
-        deep = "mkdir -p /$(printf 'd/%.0s' $(seq 1500))"
+        deep = "mkdir -p /$(printf 'd/%.0s' $(seq 1100))"
         assert (await shell(channel, deep)).code == 0
         await harness.backend.remove(spec.id)
         assert await harness.backend.inventory() == set()

@@ -1,12 +1,14 @@
 //! Process 1 of every sandbox: starts commands, reaps, serves files, speaks the chronus protocol.
 //!
 //! One thread, one poll loop, no waiting anywhere else; what may take long runs in a forked helper.
-//! `chronus [--tools DIR] [--child-caps HEX] [--allow-any-peer]`, with a listening Unix socket as descriptor 3.
+//! `chronus [--tools DIR] [--child-caps HEX] [--filter] [--allow-any-peer]`, with a listening Unix socket as descriptor 3
+//! and, with `--filter`, a compiled system call filter as descriptor 4.
 
 mod config;
 mod conn;
 mod exec;
 mod files;
+mod filter;
 mod ops;
 mod server;
 mod spawn;
@@ -25,6 +27,7 @@ struct Arguments {
     tools: String,
     any_peer: bool,
     child_caps: Option<u64>,
+    filter: bool,
 }
 
 fn arguments() -> Result<Arguments, String> {
@@ -32,11 +35,13 @@ fn arguments() -> Result<Arguments, String> {
         tools: "/.opendsec".into(),
         any_peer: false,
         child_caps: None,
+        filter: false,
     };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--allow-any-peer" => parsed.any_peer = true,
+            "--filter" => parsed.filter = true,
             "--tools" => parsed.tools = args.next().ok_or("--tools needs a directory")?,
             "--child-caps" => {
                 let text = args.next().ok_or("--child-caps needs a mask")?;
@@ -83,6 +88,9 @@ fn prepare(arguments: Arguments) -> Result<server::Server, String> {
         }
         let _ = sys::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL as u64, 0);
         sys::limit_caps(None).map_err(fail("capabilities"))?;
+    }
+    if arguments.filter {
+        filter::load().map_err(fail("the system call filter"))?;
     }
     let mut random = [0; 8];
     sys::random(&mut random);

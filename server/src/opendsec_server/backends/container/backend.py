@@ -28,6 +28,7 @@ import psutil
 import structlog
 
 from opendsec.api.errors import DiskFull, PlatformError, SandboxGone, Unavailable, UnsupportedCapability
+from opendsec_server.backends.container.filter import filter_file
 from opendsec_server.backends.container.oci import OciConfig
 from opendsec_server.backends.container.rootfs import copy_root_attributes, write_identity
 from opendsec_server.backends.container.runtime import Runc, missing_runtimes
@@ -73,6 +74,8 @@ class ContainerBackend:
         self._pidfds: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(config.edge.max_creating + 4, thread_name_prefix="sandbox")
         self._oci: OciConfig | None = None
+        #: Descriptor of the compiled system call filter.
+        self._filter: int | None = None
 
     # -- opening and closing --
 
@@ -91,6 +94,7 @@ class ContainerBackend:
             # The host's own programs need process numbers too.
             pids=int(Path("/proc/sys/kernel/pid_max").read_text()) * 9 // 10,
         )
+        self._filter = filter_file()
         memory = self._cgroups.hierarchies.get("memory")
         self._oci = OciConfig(
             root=self._root,
@@ -107,6 +111,9 @@ class ContainerBackend:
             os.close(pidfd)
         self._pidfds.clear()
         self._threads.shutdown()
+        if self._filter is not None:
+            os.close(self._filter)
+            self._filter = None
 
     def _tear_down(self) -> None:
         with contextlib.suppress(OSError):
@@ -140,7 +147,9 @@ class ContainerBackend:
         """Bring a sandbox up."""
         if spec.runtime != self._runtime.name:
             reason = _missing().get(spec.runtime, "it is unknown")
-            raise UnsupportedCapability(f"runtime {spec.runtime} cannot be used on this node: {reason}", field="runtime")
+            raise UnsupportedCapability(
+                f"runtime {spec.runtime} cannot be used on this node: {reason}", field="runtime"
+            )
         work = asyncio.create_task(self._bring_up(spec))
         try:
             return await asyncio.shield(work)
@@ -190,11 +199,13 @@ class ContainerBackend:
         folder = self._scratch.create(spec.id, spec.limits.disk_mb)
         for name in ("upper", "work"):
             (folder / name).mkdir(mode=0o755)
-        (folder / "config.json").write_bytes(self._oci.render(spec))
+        # Without no_new_privs only a process with CAP_SYS_ADMIN may load a filter, as the runtime still is.
+        filters = [self._filter] if self._filter is not None and not spec.allow_new_privileges else []
+        (folder / "config.json").write_bytes(self._oci.render(spec, filtered=bool(filters)))
         with private_mounts():
             self._mount_root(layers, folder)
             write_identity(self._root, spec.hostname)
-            pid = self._runtime.start(spec.id, folder, listener.fileno())
+            pid = self._runtime.start(spec.id, folder, [listener.fileno(), *filters])
         pidfd = processes.open_pidfd(pid)
         if pidfd is None:
             raise Unavailable("pid 1 ended at once")

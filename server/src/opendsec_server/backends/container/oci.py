@@ -69,8 +69,12 @@ class OciConfig:
         self._max_open_files = 2**20 if privileged else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         self._seccomp = msgspec.Raw(_encode(profile(os.uname().machine)))
 
-    def render(self, spec: SandboxSpec) -> bytes:
+    def render(self, spec: SandboxSpec, *, filtered: bool = False) -> bytes:
         """Return ``config.json`` for a sandbox.
+
+        Args:
+            spec: the sandbox.
+            filtered: chronus gets the system call filter as descriptor 4 and loads it; else the runtime compiles it.
 
         Raises:
             UnsupportedCapability: this process may not give as many open files.
@@ -91,7 +95,7 @@ class OciConfig:
             "process": {
                 "terminal": False,
                 "user": {"uid": 0, "gid": 0},
-                "args": [f"{TOOLS_INSIDE}/chronus", "--tools", TOOLS_INSIDE],
+                "args": [f"{TOOLS_INSIDE}/chronus", "--tools", TOOLS_INSIDE, *(["--filter"] if filtered else [])],
                 "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
                 "cwd": "/",
                 "noNewPrivileges": not spec.allow_new_privileges,
@@ -125,7 +129,7 @@ class OciConfig:
                 "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount", "cgroup")],
                 "cgroupsPath": f"/{self._cgroup_parent}/{spec.id}",
                 "resources": self._resources(spec),
-                "seccomp": self._seccomp,
+                **({} if filtered else {"seccomp": self._seccomp}),
                 "maskedPaths": list(_MASKED),
                 "readonlyPaths": list(_READ_ONLY),
             },

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +29,13 @@ class Runtime(Protocol):
 
     name: str
 
-    def start(self, sandbox_id: str, bundle: Path, listener: int) -> int:
-        """Start a bundle detached, with a listening socket as descriptor 3, and return pid 1. Blocking.
+    def start(self, sandbox_id: str, bundle: Path, descriptors: Sequence[int]) -> int:
+        """Start a bundle detached and return pid 1. Blocking.
+
+        Args:
+            sandbox_id: name of the container.
+            bundle: folder of its ``config.json``; log and pid file go there too.
+            descriptors: what pid 1 gets as descriptors 3, 4, …
 
         Raises:
             Unavailable: the runtime failed.
@@ -61,26 +68,32 @@ class Runc:
             raise UnsupportedCapability("runc is not installed")
         self._path = path
 
-    def start(self, sandbox_id: str, bundle: Path, listener: int) -> int:
+    def start(self, sandbox_id: str, bundle: Path, descriptors: Sequence[int]) -> int:
         """Start a bundle in the calling thread's mount namespace."""
         log, pid_file = bundle / "runc.log", bundle / "pid"
         arguments = [
             "runc", "--root", str(self._state), "--log", str(log), "--log-format", "json", "run", "--detach",
-            "--preserve-fds", "1", "--pid-file", str(pid_file), "--bundle", str(bundle), sandbox_id,
+            "--preserve-fds", str(len(descriptors)), "--pid-file", str(pid_file), "--bundle", str(bundle), sandbox_id,
         ]  # fmt: skip
-        # posix_spawn neither copies this process' page tables nor runs Python between fork and exec.
         null = os.devnull
-        child = os.posix_spawn(
-            self._path,
-            arguments,
-            {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "GOMAXPROCS": "1"},
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, listener, 3),
-                (os.POSIX_SPAWN_OPEN, 0, null, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, null, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 2, null, os.O_WRONLY, 0),
-            ],
-        )
+        # First out of the way of each other, then into place.
+        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in descriptors]
+        try:
+            # posix_spawn neither copies this process' page tables nor runs Python between fork and exec.
+            child = os.posix_spawn(
+                self._path,
+                arguments,
+                {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "GOMAXPROCS": "1"},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, null, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, null, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 2, null, os.O_WRONLY, 0),
+                    *((os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(apart, 3)),
+                ],
+            )
+        finally:
+            for fd in apart:
+                os.close(fd)
         status = _wait(child)
         if status != 0:
             raise self._failure(log, os.waitstatus_to_exitcode(status))
