@@ -40,11 +40,12 @@ check-rust: setup
 check-style: setup
 	pytest -q --no-header -p no:cacheprovider tests/style >$(STAMPS)/style.log 2>&1 || { cat $(STAMPS)/style.log; exit 1; }
 
-## bench: the three benchmarks, each printing one JSON object as its last line
+## bench: the benchmarks, each printing one JSON object as its last line
 bench: setup tools
 	python benchmarks/create.py
 	python benchmarks/exec.py
 	python benchmarks/density.py
+	python benchmarks/flood.py
 
 ## clean: remove everything that was built or cached
 clean:

@@ -207,8 +207,9 @@ def scrub(config: Config) -> None:
     groups = [path for path in Path("/sys/fs/cgroup").glob(f"**/{config.cgroup}") if path.is_dir()]
     members = [child for group in groups for child in (*group.rglob("*/"), group)]
     for member in members:
-        for pid in (member / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
+        # What is being removed may be gone at any moment.
+        with contextlib.suppress(OSError):
+            for pid in (member / "cgroup.procs").read_text().split():
                 os.kill(int(pid), signal.SIGKILL)
     for member in sorted(members, key=lambda path: len(path.parts), reverse=True):
         _remove_group(member)
