@@ -1,7 +1,7 @@
 """How much one sandbox that floods its output disturbs another: ``yes`` in one, ``run_shell("true")`` in the other.
 
 Last line: ``p99_ms`` and ``p50_ms`` of 200 or more calls spread over the flood, ``edge_growth_mib`` of the edge's
-resident memory meanwhile, ``flood_mib_per_s`` that the edge took in, and ``floor_p99_ms``: the same calls without a flood.
+resident memory meanwhile, ``flood_mib_per_s`` that the edge took in, and ``floor_p99_ms``: the same without a flood.
 """
 
 from __future__ import annotations
