@@ -45,7 +45,7 @@ async def test_in_memory(name: str) -> None:
 
 @pytest.mark.root
 async def test_the_filter_is_there_whoever_loads_it(container: ContainerHarness) -> None:
-    """chronus loads it; the runtime does where privileges may grow, as chronus may not then."""
+    """Chronus loads it; the runtime does where privileges may grow, as chronus may not then."""
     for free in (False, True):
         spec = msgspec.structs.replace(container.spec(), allow_new_privileges=free)
         channel = await container.backend.start(spec)
