@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -25,8 +26,12 @@ import psutil
 
 from opendsec.api.errors import Unavailable
 from opendsec_server import leaks
+from opendsec_server.linux.cgroups import Cgroups
 from opendsec_server.linux.mounts import mountinfo, umount
 from opendsec_server.platform.config import Config, load
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 ProgramName = Literal["edge", "apiserver"]
 
@@ -106,6 +111,8 @@ class LocalServer:
                 pass_fds=(writer,),
                 env=self.environ,
                 start_new_session=True,
+                # Whoever kills the tests does not leave a server behind.
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
         os.close(writer)
         with os.fdopen(reader, "rb") as pipe:
@@ -134,9 +141,12 @@ class LocalServer:
         self._process = None
 
     def kill(self) -> None:
-        """Kill the supervisor; the kernel then kills edge and apiserver."""
+        """Kill the supervisor and wait until the kernel has killed edge and apiserver with it."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process(self._process.pid).children()
+                self._process.kill()
+                psutil.wait_procs(children, timeout=10)
             self._process.wait()
             self._process = None
 
@@ -204,7 +214,8 @@ class LocalServer:
 
 def scrub(config: Config) -> None:
     """Kill and unmount what a node has left: for tests that failed half way; a clean stop leaves nothing to do."""
-    groups = [path for path in Path("/sys/fs/cgroup").glob(f"**/{config.cgroup}") if path.is_dir()]
+    groups = [root / config.cgroup for root in Cgroups(config.cgroup).hierarchies.values()]
+    groups = [path for path in groups if path.is_dir()]
     members = [child for group in groups for child in (*group.rglob("*/"), group)]
     for member in members:
         # What is being removed may be gone at any moment.
