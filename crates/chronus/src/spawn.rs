@@ -126,6 +126,8 @@ struct Plan<'a> {
     rlimits: Vec<(u32, u64, u64)>,
 }
 
+// The constants are i32 with musl and u32 with glibc.
+#[allow(clippy::unnecessary_cast)]
 fn resource(name: &str) -> Option<u32> {
     Some(match name {
         "cpu" => libc::RLIMIT_CPU,
