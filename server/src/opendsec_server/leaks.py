@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from opendsec.api.models import TERMINAL, LeakReport
+from opendsec_server.backends.container.runtime import at_work
 from opendsec_server.core.spec import SandboxSpec
 from opendsec_server.linux.cgroups import Cgroups
 from opendsec_server.linux.mounts import mountinfo
@@ -48,7 +49,10 @@ def report(config: Config, owners: Owners | None = None) -> LeakReport:
     owners = owners or find_owners(config)
     cgroups = Cgroups(config.cgroup)
     strays = cgroups.names() - owners.live
-    processes = sorted({pid for name in strays for pid in cgroups.pids(name)})
+    found = {pid for name in strays for pid in cgroups.pids(name)}
+    if not owners.edge_answers:
+        found.update(at_work(config.run / "runc"))
+    processes = sorted(found)
     items = {
         "processes": [f"{pid} {_command(pid)}" for pid in processes],
         "mounts": sorted(_mounts(config, owners)),

@@ -38,6 +38,10 @@ class Cgroups:
     def __init__(self, parent: str, hierarchies: dict[str, Path] | None = None) -> None:
         self.parent = parent
         self.hierarchies = _find_hierarchies() if hierarchies is None else hierarchies
+        file = "memory.oom_control" if "memory" in self.hierarchies else "memory.events"
+        self._oom_file = f"{self._base('memory')}/{parent}/%s/{file}"
+        #: Open file of each group's kills: it is read twice for each command.
+        self._oom_fds: dict[str, int] = {}
 
     @property
     def mode(self) -> str:
@@ -132,9 +136,13 @@ class Cgroups:
 
     def oom_kills(self, name: str) -> int:
         """Return how many processes the kernel killed for the memory limit; 0 if there is no such group."""
-        if "memory" in self.hierarchies:
-            return _field(self.group(name, "memory") / "memory.oom_control", "oom_kill")
-        return _field(self.group(name, "memory") / "memory.events", "oom_kill")
+        fd = self._oom_fds.get(name)
+        try:
+            if fd is None:
+                fd = self._oom_fds[name] = os.open(self._oom_file % name, os.O_RDONLY | os.O_CLOEXEC)
+            return _value(os.pread(fd, 4096, 0), b"oom_kill")
+        except OSError:
+            return 0
 
     def usage(self, name: str) -> Usage:
         """Return the use of a sandbox.
@@ -163,13 +171,20 @@ class Cgroups:
         )
 
     def remove(self, name: str) -> None:
-        """Remove a sandbox's groups in all hierarchies; blocks while the kernel still counts ended processes in them.
+        """Kill what is in a sandbox's groups and remove them in all hierarchies; blocks until they are gone.
 
         Raises:
+            TimeoutError: processes do not die.
             OSError: a group stays busy.
         """
-        for root in self.hierarchies.values():
-            _remove_tree(root / self.parent / name)
+        fd = self._oom_fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+        busy = [group for root in self.hierarchies.values() if not _removed(group := root / self.parent / name)]
+        if busy:
+            self.kill(name)
+        for group in busy:
+            _remove_tree(group)
 
     def remove_parent(self) -> None:
         """Remove the parent, and what is above it if it is ours and empty."""
@@ -201,24 +216,29 @@ def _enable(group: Path) -> None:
     (group / "cgroup.subtree_control").write_text(" ".join(wanted))
 
 
+def _removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in {errno.EBUSY, errno.ENOTEMPTY}:
+            raise
+        return False
+    return True
+
+
 def _remove_tree(group: Path) -> None:
     deadline = time.monotonic() + BUSY_SECONDS
     delay = 0.001
-    while True:
-        try:
-            group.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if error.errno not in {errno.EBUSY, errno.ENOTEMPTY} or time.monotonic() > deadline:
-                raise
-            for child in _children(group):
-                _remove_tree(child)
-            # The kernel has no event for a v1 group that becomes removable.
-            time.sleep(delay)
-            delay = min(delay * 2, 0.05)
-        else:
-            return
+    while not _removed(group):
+        if time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(group))
+        for child in _children(group):
+            _remove_tree(child)
+        # The kernel has no event for a v1 group that becomes removable.
+        time.sleep(delay)
+        delay = min(delay * 2, 0.05)
 
 
 def _children(group: Path) -> Iterable[Path]:
@@ -234,17 +254,14 @@ def _number(path: Path) -> int:
 
 def _field(path: Path, name: str) -> int:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _value(path.read_bytes(), name.encode())
     except OSError:
         return 0
-    try:
-        text = os.read(fd, 4096).decode()
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
+
+
+def _value(text: bytes, name: bytes) -> int:
     for line in text.splitlines():
-        key, _, value = line.partition(" ")
+        key, _, value = line.partition(b" ")
         if key == name:
             return int(value)
     return 0

@@ -303,7 +303,6 @@ class ContainerBackend:
 
     def _remove(self, sandbox_id: str) -> None:
         # A create that was cut off may have left the runtime's own helpers in the groups.
-        self._cgroups.kill(sandbox_id)
         self._cgroups.remove(sandbox_id)
         self._runtime.forget(sandbox_id)
         (self._sockets / sandbox_id).unlink(missing_ok=True)

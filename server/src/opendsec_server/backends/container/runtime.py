@@ -127,24 +127,30 @@ class Runc:
 
         Its ``runc init`` ends by itself when its pipe closes, or is in the sandbox's cgroup already.
         """
-        root = os.fsencode(self._state)
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if len(words) > 2 and words[0] == b"runc" and words[1:3] == [b"--root", root]:
-                pidfd = open_pidfd(int(entry.name))
-                if pidfd is not None:
-                    kill(pidfd)
-                    select.select([pidfd], [], [], ORPHAN_SECONDS)
-                    os.close(pidfd)
+        for pid in at_work(self._state):
+            pidfd = open_pidfd(pid)
+            if pidfd is not None:
+                kill(pidfd)
+                select.select([pidfd], [], [], ORPHAN_SECONDS)
+                os.close(pidfd)
 
     def names(self) -> set[str]:
         """Return the ids of all state folders."""
         return {entry.name for entry in self._state.iterdir()} if self._state.exists() else set()
+
+
+def at_work(state: Path) -> list[int]:
+    """Return the process ids of all runc calls with this state folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[:3] == [b"runc", b"--root", os.fsencode(state)]:
+                found.append(int(entry.name))
+    return found
 
 
 def _wait(child: int) -> int:
