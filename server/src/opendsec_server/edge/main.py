@@ -78,8 +78,6 @@ async def run(config: Config) -> None:
     tidying = asyncio.create_task(tidy(layers))
     # What was made until now stays: the collector need not look at it again.
     gc.freeze()
-    # Requests make little garbage in cycles: looking for it every 700 objects costs more than it finds.
-    gc.set_threshold(50_000, 20, 50)
     # Full collections look at everything of every sandbox; the young ones find nearly all there is.
     gc.set_threshold(10_000, 20, 50)
     app = EdgeApp(service, build_litestar(service))  # type: ignore[arg-type]
