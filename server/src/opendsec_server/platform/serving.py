@@ -1,4 +1,4 @@
-"""Serve an ASGI application inside our own event loop: granian's embedded server, on any number of addresses.
+"""Serve an ASGI application inside our own event loop: uvicorn, on any number of addresses.
 
 Everything is one process: killed with SIGKILL, nothing of it stays behind but socket files, which the next start
 removes.
@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import stat
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP1Settings
-from granian.server.embed import Server
+import uvicorn
 
 from opendsec.api.errors import Conflict, InvalidArgument, Unavailable
 
 #: Length of the listen queue; the kernel cuts it to ``net.core.somaxconn``.
 _BACKLOG = 4096
-#: Connections served at once. Granian's own default is its backlog: calls that wait for a command hold one each.
-_CONNECTIONS = 200_000
-#: Bytes of a request head, and of what is buffered of a body.
-_BUFFER_BYTES = 512 * 1024
+#: How long an idle connection is kept, in seconds.
+_KEEP_ALIVE_SECONDS = 24 * 3600
+#: How long requests under way may take after the programs' own draining, in seconds.
+_SHUTDOWN_SECONDS = 5
 
 
 @contextlib.asynccontextmanager
@@ -42,38 +41,61 @@ async def open_server(app: Any, addresses: Sequence[str], *, unix_mode: int = 0o
         Conflict: somebody serves at an address.
         Unavailable: an address cannot be listened on.
     """
-    servers: list[tuple[Server, asyncio.Task[None]]] = []
+    servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     try:
         for address in addresses:
-            server = await _server(app, address, unix_mode)
-            task = asyncio.ensure_future(server.serve())
+            listener = await _listener(address, unix_mode)
+            server = uvicorn.Server(_config(app))
+            # Not ``serve``: that would take the process' signals over.
+            task = asyncio.ensure_future(server._serve([listener]))
             servers.append((server, task))
             await _wait_accepting(address, task)
         yield
     finally:
-        for server, task in servers:
-            if not task.done():
-                server.stop()  # type: ignore[no-untyped-call]
+        for server, _ in servers:
+            server.should_exit = True
         await asyncio.gather(*(task for _, task in servers), return_exceptions=True)
 
 
-async def _server(app: Any, address: str, unix_mode: int) -> Server:
-    options: dict[str, Any] = {
-        "interface": Interfaces.ASGINL,
-        "http": HTTPModes.http1,
-        "backlog": _BACKLOG,
-        "backpressure": _CONNECTIONS,
-        "http1_settings": HTTP1Settings(max_buffer_size=_BUFFER_BYTES),
-        "log_enabled": False,
-    }
+def _config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="websockets-sansio",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        # Our own clients keep connections for good: a server that closed them would look like one that broke.
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+
+
+async def _listener(address: str, unix_mode: int) -> socket.socket:
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         await _remove_stale(path)
-        server = Server(app, uds=path, **options)
-        server.uds_permissions = unix_mode
-        return server
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            os.chmod(path, unix_mode)  # noqa: PTH101 - as the line above
+        except OSError as error:
+            listener.close()
+            raise Unavailable(f"cannot listen on {address}: {error.strerror}") from error
+        listener.listen(_BACKLOG)
+        return listener
     host, port = split_address(address)
-    return Server(app, address=host, port=port, **options)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {address}: {error.strerror or error}") from error
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -110,7 +132,7 @@ async def _remove_stale(path: Path) -> None:
 
 
 async def _wait_accepting(address: str, task: asyncio.Task[None]) -> None:
-    """Return when connections are accepted; granian listens from a thread of its own and does not say when."""
+    """Return when connections are accepted; the server does not say when."""
     delay = 0.001
     while not await _accepts(address):
         if task.done():
