@@ -15,6 +15,7 @@ way, and its result is the one the platform recorded.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -25,7 +26,7 @@ from opendsec._core import Core
 from opendsec._results import ExecResult
 from opendsec._retry import may_repeat
 from opendsec._transport import IDLE_SECONDS, WAIT_CHUNK
-from opendsec.api.errors import NotFound, OutcomeUnknown, PlatformError, WaitTimeout
+from opendsec.api.errors import InvalidArgument, NotFound, OutcomeUnknown, PlatformError, WaitTimeout
 from opendsec.api.ids import new_exec_id
 from opendsec.api.models import Exec, ExecRequest, Signal
 
@@ -33,7 +34,7 @@ from opendsec.api.models import Exec, ExecRequest, Signal
 _SLACK = 60.0
 _KILL_DELAYS = (0.05, 0.2, 1.0)
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
 _result = msgspec.json.Decoder(ExecResult)
 _exec = msgspec.json.Decoder(Exec)
 
@@ -155,6 +156,13 @@ class Execs:
             return
 
 
+def _encode(value: ExecRequest | Signal) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"a command must be text that UTF-8 can hold: {error.reason}") from None
+
+
 def request_for(
     command: str | Sequence[str | PurePath],
     *,
@@ -172,7 +180,10 @@ def request_for(
 
     Raises:
         TypeError: the arguments are no strings.
+        InvalidArgument: the timeout is no number.
     """
+    if timeout is not None and math.isnan(timeout):
+        raise InvalidArgument("timeout must be a number of seconds", field="timeout")
     request = ExecRequest(id=exec_id or new_exec_id(), timeout=timeout, user=user)
     if isinstance(command, str):
         request.shell = command

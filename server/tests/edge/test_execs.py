@@ -44,7 +44,7 @@ async def test_a_wait_that_runs_out_says_running_and_the_command_goes_on(edge, h
     result = await edge.run(box.id, shell("echo a; hold gate; echo b", wait_seconds=0.01, id="e1"))
     assert (result.state, result.exit_code) == ("running", None)
     host.backend.guests[box.id].release("gate")
-    result = await edge.run(box.id, shell("ignored", id="e1"))
+    result = await edge.run(box.id, shell("echo a; hold gate; echo b", id="e1"))
     assert (result.exit_code, result.stdout) == (0, b"a\nb\n")
     assert host.backend.guests[box.id].starts == {"e1": 1}
 

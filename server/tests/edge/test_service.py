@@ -9,6 +9,7 @@ import pytest
 
 from opendsec.api.errors import (
     CapacityUnavailable,
+    Conflict,
     DiskFull,
     ImageUnavailable,
     InvalidArgument,
@@ -52,6 +53,14 @@ async def test_a_request_id_makes_one_sandbox(edge, host):
     assert (await edge.create(create(request_id="r"))).id == boxes[0].id
     assert host.backend.calls["start"] == 1
     assert [box.id for box in edge.list({}, None, (), "r")] == [boxes[0].id]
+
+
+async def test_a_request_id_does_not_answer_for_another_request(edge, host):
+    """A repeated request with other arguments is refused, not answered with the first one's sandbox."""
+    await edge.create(create(request_id="r"))
+    with pytest.raises(Conflict, match="request_id r"):
+        await edge.create(create(request_id="r", memory_limit_mb=99))
+    assert host.backend.calls["start"] == 1
 
 
 async def test_a_failed_create_leaves_a_record_and_frees_its_request_id(edge, host):

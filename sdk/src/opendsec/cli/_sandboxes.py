@@ -10,7 +10,7 @@ import typer
 from opendsec import DSecClient, DSecContainerRunArgs, NotFound, PlatformError, Sandbox
 from opendsec.api.models import TERMINAL, State
 from opendsec.cli._drive import drive, stdin_is_given
-from opendsec.cli._errors import PLATFORM, exit_code
+from opendsec.cli._errors import PLATFORM, describe, exit_code
 from opendsec.cli._output import age, plain, print_fields, print_json, print_table, size
 from opendsec.cli._session import Json, key_values, run_client
 
@@ -269,7 +269,8 @@ def stop(
                 except PlatformError as error:
                     if all_ and isinstance(error, NotFound):
                         continue
-                    print(f"opendsec: {name}: {error.message}", file=sys.stderr)
+                    told = describe(error, as_json=True) if json else f"opendsec: {name}: {error.message}"
+                    print(told, file=sys.stderr)
                     code = code or exit_code(error)
         if json:
             print_json({"stopped": stopped})

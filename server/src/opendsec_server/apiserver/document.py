@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from litestar import Litestar
+from litestar.di import Provide
 from litestar.openapi import OpenAPIConfig
 
 from opendsec_server.apiserver.http import DOCUMENTED
@@ -24,7 +25,10 @@ _METHODS = ("get", "put", "post", "delete", "options", "head", "patch", "trace")
 def document(edge: dict[str, Any]) -> dict[str, Any]:
     """Return the document of the apiserver, given the edge's."""
     config = OpenAPIConfig(title="OpenDSec", version="v1")
-    own: dict[str, Any] = Litestar(route_handlers=list(DOCUMENTED), openapi_config=config).openapi_schema.to_schema()
+    # Handlers get the service from the program; without a provider it would pass for a query parameter.
+    nothing = {"service": Provide(lambda: None, sync_to_thread=False)}
+    app = Litestar(route_handlers=list(DOCUMENTED), dependencies=nothing, openapi_config=config)
+    own: dict[str, Any] = app.openapi_schema.to_schema()
     paths: dict[str, Any] = dict(own.get("paths", {}))
     for path, item in edge.get("paths", {}).items():
         if _FORWARDED.match(path):

@@ -94,7 +94,7 @@ class ExecTable:
         self.oom_seen = self._oom_kills(self.sandbox_id)
         killed = self.oom_seen > exec_.start.oom_kills
         by_kill = exit_.signal == signals.SIGKILL or exit_.exit_code == 128 + signals.SIGKILL
-        exec_.oom = killed and not exit_.timed_out and (by_kill or (self.running == 1 and exit_.exit_code != 0))
+        exec_.oom = killed and not exit_.timed_out and (by_kill or self.running == 1)
         exec_.exit = exit_
         exec_.ended_at = self.last_end = time.time()
         exec_.state = "exited"

@@ -46,6 +46,12 @@ def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
     return labels
 
 
+def _offsets(stdout: int, stderr: int) -> tuple[int, int]:
+    if stdout < 0 or stderr < 0:
+        raise InvalidArgument("offsets must not be negative", field="stdout" if stdout < 0 else "stderr")
+    return stdout, stderr
+
+
 # -- sandboxes ---------------------------------------------------------------------------------------------------------
 
 
@@ -155,10 +161,11 @@ async def exec_output(
     """Stream output from byte offsets as lines of ``OutputChunk``; with ``follow`` until the command has ended."""
     life = service.life(sandbox_id)
     exec_ = life.execs.get(exec_id)
+    offsets = _offsets(stdout, stderr)
 
     async def lines() -> AsyncGenerator[bytes, None]:
         with life.use() if not life.is_over else contextlib.nullcontext():
-            async for chunk in life.execs.follow(exec_, (max(stdout, 0), max(stderr, 0)), follow=follow):
+            async for chunk in life.execs.follow(exec_, offsets, follow=follow):
                 yield _line(chunk)
 
     return StreamAnswer(lines(), NDJSON, at_once=True)
@@ -216,6 +223,7 @@ async def attach(
     try:
         life = service.life(sandbox_id)
         exec_ = life.execs.get(exec_id)
+        offsets = _offsets(stdout, stderr)
     except PlatformError as error:
         await socket.accept()
         await socket.close(code=4000 + error.http_status, reason=error.code)
@@ -223,7 +231,7 @@ async def attach(
     await socket.accept()
 
     async def send() -> None:
-        async for chunk in life.execs.follow(exec_, (max(stdout, 0), max(stderr, 0)), follow=True):
+        async for chunk in life.execs.follow(exec_, offsets, follow=True):
             await socket.send_text(_encode(chunk).decode())
         await socket.send_text(_encode(life.execs.describe(exec_)).decode())
 

@@ -128,6 +128,16 @@ class Life:
             self.busy -= 1
             self.last_used = time.time()
 
+    def check_same(self, request: CreateSandbox) -> None:
+        """Check that a repeated request asks for what the first did; of an ended sandbox it is no longer known.
+
+        Raises:
+            Conflict: it asks for something else.
+        """
+        first = self.row.request
+        if first is not _ANY_REQUEST and msgspec.structs.replace(first, lease_seconds=request.lease_seconds) != request:
+            raise Conflict(f"request_id {request.request_id} asked for another sandbox before", sandbox=self.id)
+
     def claim(self) -> None:
         """Its creator knows its id: the lease ends."""
         self.last_used = time.time()

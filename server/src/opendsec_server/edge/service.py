@@ -167,11 +167,13 @@ class EdgeService:
 
         Raises:
             InvalidArgument, UnsupportedCapability, ImageUnavailable: the request cannot be met.
+            Conflict: this request id asked for something else before.
             CapacityUnavailable: the node has no room now.
             PlatformError: starting it failed; nothing of it is left.
         """
         known = self.lives.by_request.get(request.request_id) if request.request_id is not None else None
         if known is not None:
+            known.check_same(request)
             known.claim()
             await known.wait_settled()
             if known.record.request_id is None:
