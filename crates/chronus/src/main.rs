@@ -11,6 +11,7 @@ mod files;
 mod filter;
 mod ops;
 mod server;
+mod signals;
 mod spawn;
 mod sys;
 mod tree;
@@ -77,6 +78,7 @@ fn prepare(arguments: Arguments) -> Result<server::Server, String> {
     let spare_from_oom = std::process::id() == 1;
     let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
     let _ = sys::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0);
+    signals::default_signals();
     sys::umask(0o022);
     let _ = sys::chdir(c"/");
     if let Some(mask) = arguments.child_caps {

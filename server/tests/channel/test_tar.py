@@ -49,12 +49,13 @@ def archive(*members: tuple[str, bytes, dict[str, object]], format_: int = tarfi
 def describe(base: Path) -> dict[str, tuple[object, ...]]:
     """What is below a folder: kind, mode, content or target, time."""
     found = {}
-    for path in sorted(base.rglob("*")):
+    # Not rglob: before Python 3.11.4 it fails at a link whose target is too long a name.
+    for path in sorted(Path(top, name) for top, folders, files in os.walk(base) for name in (*folders, *files)):
         info = path.lstat()
         what: object = None
         if path.is_symlink():
             what = str(path.readlink())
-        elif path.is_file():
+        elif stat.S_ISREG(info.st_mode):
             what = path.read_bytes()
         found[str(path.relative_to(base))] = (
             stat.S_IFMT(info.st_mode),
