@@ -34,7 +34,7 @@ def fetch(cache: Path) -> Path:
     part = cache / "part"
     shutil.rmtree(part, ignore_errors=True)
     with tarfile.open(cache / f"{NAME}-{VERSION}.tar.gz") as archive:
-        archive.extractall(part)  # noqa: S202 - its hash is pinned, and "filter" came with Python 3.11.4
+        archive.extractall(part)  # its hash is pinned; "filter" came with Python 3.11.4
     (part / f"{NAME}-{VERSION}").rename(project)
     return project
 
