@@ -77,7 +77,8 @@ class CreateSandbox(WireInput):
     env: dict[str, str] = {}
     labels: dict[str, str] = {}
     job: str | None = None
-    #: Idempotency key: repeating it returns the same sandbox. In a batch, item ``n`` uses ``<request_id>/<n>``.
+    #: Idempotency key: repeating it returns the same sandbox (``conflict`` if it asks for another).
+    #: In a batch, item ``n`` uses ``<request_id>/<n>``.
     request_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     #: If set, the sandbox is stopped unless it is used or claimed within this many seconds of its creation.
     lease_seconds: Seconds | None = None
